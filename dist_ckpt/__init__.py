@@ -1,0 +1,52 @@
+"""A checkpoint service for training: stop a run at any instant, go on bit-equal, on one GPU or on many ranks.
+
+``Checkpointer`` saves and resumes, ``ResumableLoader`` feeds it, ``open_run`` looks at what is there. Names are imported
+when they are first used, so that looking at a run costs no import of torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dist_ckpt.canonical import CanonicalState
+    from dist_ckpt.errors import DistCkptError
+    from dist_ckpt.export import read_bin, write_bin
+    from dist_ckpt.loader import ResumableLoader
+    from dist_ckpt.runs import Generation, Run, open_run
+    from dist_ckpt.service import Checkpointer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CanonicalState",
+    "Checkpointer",
+    "DistCkptError",
+    "Generation",
+    "ResumableLoader",
+    "Run",
+    "__version__",
+    "open_run",
+    "read_bin",
+    "write_bin",
+]
+
+_HOMES = {
+    "CanonicalState": "canonical",
+    "Checkpointer": "service",
+    "DistCkptError": "errors",
+    "Generation": "runs",
+    "ResumableLoader": "loader",
+    "Run": "runs",
+    "open_run": "runs",
+    "read_bin": "export",
+    "write_bin": "export",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"dist_ckpt.{home}"), name)

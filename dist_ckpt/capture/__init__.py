@@ -1,0 +1,13 @@
+"""Live objects → named tensors and values, and back, by name. Layer 3, no I/O, no collective.
+
+Tensors are read and filled where they lie. Everything else is tagged JSON (`dist_ckpt.tree`). A
+restore runs `Captured.prepare`, reads the tensors into what it returns, then `load_shared`,
+`load_rank` and, after all that draws, `load_rng`.
+"""
+
+from __future__ import annotations
+
+from dist_ckpt.capture._captured import Captured
+from dist_ckpt.capture._values import LiveTensor, Stateful, Structure
+
+__all__ = ["Captured", "LiveTensor", "Stateful", "Structure"]

@@ -1,0 +1,208 @@
+"""The live objects of a training, read and put back. Layer 3, no I/O, no collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+
+from dist_ckpt.capture._fit import StatePlan, check_groups, load_groups
+from dist_ckpt.capture._live import LiveObjects
+from dist_ckpt.capture._parts import (
+    check_parts,
+    decode_value,
+    load_stateful,
+    words_of,
+)
+from dist_ckpt.capture._rng import restore_rng
+from dist_ckpt.capture._tensors import dtype_name
+from dist_ckpt.capture._values import (
+    Mismatches,
+    TensorLike,
+    is_accepted,
+)
+from dist_ckpt.capture._walk import ModelView
+from dist_ckpt.tree import JSON, check_tensor, decode_tree
+
+__all__ = ["Captured"]
+
+PutTensor: TypeAlias = Callable[[str, torch.Tensor], JSON]
+GetTensor: TypeAlias = Callable[[JSON], torch.Tensor]
+
+
+class Captured(LiveObjects):
+    """The live objects, read as `LiveObjects` does, and put back.
+
+    A restore is `prepare`, the tensors read into what it returned, `load_shared`, `load_rank`, and
+    last, after all that draws, `load_rng`. ``notes`` then says what was left as it is here.
+    """
+
+    def prepare(
+        self,
+        keys: Mapping[str, TensorLike],
+        stateless: Sequence[str],
+        shared: JSON,
+        *,
+        accept: Collection[str] = (),
+        omit: Collection[str] = (),
+    ) -> dict[str, torch.Tensor]:
+        """Optimizer state exists where it was saved and nowhere else, its values yet to be read.
+
+        Missing state is allocated beside its parameter, never made by a step. State that isn't a
+        tensor has its saved values.
+
+        Args:
+            keys: Every saved tensor's key → its dtype and shape.
+            stateless: Parameters saved without optimizer state.
+            shared: What `shared_values` returned.
+            accept: Parts whose difference is accepted, as ``"scaler"``, ``"extra.ema"``.
+            omit: Parts that stay as they are here, as ``"optimizer"``, whatever was saved.
+
+        Returns:
+            Each key → the live tensor to be filled; any device, maybe not contiguous.
+
+        Raises:
+            MismatchError: Names, shapes, dtypes, groups or parts differ. Nothing has changed then.
+        """
+        view = self._view()
+        states = self._states(view)
+        found = Mismatches()
+        targets = self._match_model(view, keys, found)
+        self._check_shared(view, shared, found, accept, omit)
+        if "optimizer" in omit:
+            found.raise_if_any()
+            return targets
+        plan = StatePlan(self._optimizers, view, states, shared["optimizers"], shared["ties"])
+        for key, spec in keys.items():
+            if key.startswith("optimizer/"):
+                plan.add(key, spec)
+        plan.check(stateless, found)
+        found.raise_if_any()
+        targets.update(plan.build())
+        plan.apply()
+        return targets
+
+    def _check_shared(
+        self,
+        view: ModelView,
+        shared: JSON,
+        found: Mismatches,
+        accept: Collection[str],
+        omit: Collection[str],
+    ) -> None:
+        if "optimizer" not in omit:
+            for key, optimizer in self._optimizers.items():
+                if key in shared["optimizers"]:
+                    check_groups(key, shared["optimizers"][key], optimizer, view, found)
+        check_parts(shared["parts"], self._parts(view), found, accept=accept, omit=omit)
+
+    def _match_model(
+        self, view: ModelView, keys: Mapping[str, TensorLike], found: Mismatches
+    ) -> dict[str, torch.Tensor]:
+        live = {
+            f"model/{self._specs.component(name)}": tensor
+            for group in (view.parameters, view.buffers)
+            for name, tensor in group.items()
+        }
+        kept = {
+            f"model/{self._specs.component(other)}": f"model/{self._specs.component(name)}"
+            for other, name in view.aliases.items()
+        }
+        targets: dict[str, torch.Tensor] = {}
+        filled = set()
+        for key, spec in keys.items():
+            if not key.startswith("model/"):
+                continue
+            place = kept.get(key, key)
+            tensor = live.get(place)
+            if tensor is None:
+                found.unexpected.append(key)
+                continue
+            if place in filled:
+                found.differ(key, "on its own", f"tied to {place}")
+            filled.add(place)
+            check_tensor(tensor, key)
+            here = (dtype_name(tensor.dtype), tuple(tensor.shape))
+            if here != (spec.dtype, tuple(spec.shape)):
+                found.differ(key, f"{spec.dtype} {tuple(spec.shape)}", f"{here[0]} {here[1]}")
+            targets[key] = tensor.detach()
+        found.missing += [place for place in live if place not in filled]
+        return targets
+
+    def load_shared(
+        self, shared: JSON, *, accept: Collection[str] = (), omit: Collection[str] = ()
+    ) -> None:
+        """Groups, schedulers and scalers hold their saved values.
+
+        Groups are filled last and in place: the next learning rate is the saved one, in whatever
+        order scheduler and optimizer were built.
+
+        Raises:
+            MismatchError: A part differs that isn't accepted, or groups do. Nothing has changed
+                then.
+        """
+        view = self._view()
+        found = Mismatches()
+        saved, live = shared["parts"], self._parts(view)
+        self._check_shared(view, shared, found, accept, omit)
+        found.raise_if_any()
+        parts = {
+            **words_of("scheduler", self._schedulers),
+            **words_of("scaler", self._scalers),
+        }
+        states = {**shared["schedulers"], **shared["scalers"]}
+        for word, part in parts.items():
+            is_same = word in states and saved.get(word) == live[word]
+            if is_same and not is_accepted(word, omit):
+                load_stateful(word, part, decode_tree(states[word]["state"]))
+        for key, optimizer in self._optimizers.items():
+            if "optimizer" in omit:
+                continue
+            self.notes += load_groups(key, shared["optimizers"][key], optimizer, view)
+
+    def load_rank(
+        self,
+        values: JSON,
+        get_tensor: GetTensor,
+        *,
+        accept: Collection[str] = (),
+        omit: Collection[str] = (),
+    ) -> None:
+        """Modules' extra state, ``extra``, policy and data hold their saved values, RNG not yet.
+
+        Args:
+            values: What `rank_values` returned.
+            get_tensor: Returns the tensor (on the CPU, its own memory: the object may keep it) for
+                what ``put_tensor`` returned.
+            accept: As for `prepare`.
+            omit: As for `prepare`.
+
+        Raises:
+            MismatchError: A part is missing on one side. Nothing has changed then.
+        """
+        found = Mismatches()
+        holders = self._all_holders(self._view())
+        saved = values["values"]
+        parts = (dict.fromkeys(saved), dict.fromkeys(holders))
+        check_parts(*parts, found, accept=accept, omit=omit)
+        found.raise_if_any()
+        words = [word for word in holders if word in saved and not is_accepted(word, omit)]
+        states = {word: decode_value(saved[word], get_tensor) for word in words}
+        for word, state in states.items():
+            load_stateful(word, holders[word], state)
+
+    def load_rng(self, values: JSON, *, accept: Collection[str] = ()) -> None:
+        """Every generator goes on where it was when saved; to be called last, after all that draws.
+
+        Raises:
+            MismatchError: A generator is missing on one side, or of another kind. Nothing has
+                changed then.
+        """
+        found = Mismatches()
+        saved, live = values["rng"]["named"], self._generators
+        words = [dict.fromkeys(words_of("generators", names)) for names in (saved, live)]
+        check_parts(words[0], words[1], found, accept=accept)
+        found.raise_if_any()
+        skip = {name for name in live if is_accepted(f"generators.{name}", accept)}
+        self.notes += restore_rng(values["rng"], live, skip=skip)

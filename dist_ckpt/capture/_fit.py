@@ -1,0 +1,236 @@
+"""Optimizer state by parameter name: fitting what was saved to the live one. Layer 3.
+
+State is assigned, not loaded: ``Optimizer.load_state_dict`` casts moments to the parameter's dtype,
+aliases what it is given and overwrites flags. Groups are filled in place, since schedulers hold
+references to them. No step is ever run to make state: hooks would fire, and training would differ.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from urllib.parse import unquote
+
+import torch
+from torch.optim import ASGD, Optimizer
+
+from dist_ckpt.capture._optim import OptimizerStates, encode_name, iter_groups, label_of
+from dist_ckpt.capture._values import Mismatches, TensorLike
+from dist_ckpt.capture._walk import ModelView
+from dist_ckpt.tree import JSON, TORCH_DTYPES, decode_tree
+
+__all__ = ["StatePlan", "check_groups", "load_groups"]
+
+# How the update is computed, not what: the choice of whoever built the optimizer here.
+_FLAGS = ("foreach", "fused", "capturable", "differentiable")
+_HOST_SCALARS = ("step", "mu_product")
+
+
+def check_groups(
+    key: str, saved: JSON, optimizer: Optimizer, view: ModelView, found: Mismatches
+) -> None:
+    """Note in ``found`` each group whose parameters aren't those of the saved one in its place."""
+    label = label_of("optimizer", key)
+    if len(saved["groups"]) != len(optimizer.param_groups):
+        found.differ(
+            f"number of {label}'s groups", len(saved["groups"]), len(optimizer.param_groups)
+        )
+        return
+    pairs = zip(saved["groups"], iter_groups(optimizer, view), strict=True)
+    for index, (group, (_, names)) in enumerate(pairs):
+        wanted = sorted(view.kept_name(name) for name in group["params"])
+        if wanted != sorted(names):
+            only_saved = sorted(set(wanted) - set(names))[:20]
+            only_live = sorted(set(names) - set(wanted))[:20]
+            found.differ(
+                f"parameters of {label}/param_groups/{index}",
+                f"{len(wanted)}, among them {only_saved}",
+                f"{len(names)}, among them {only_live}",
+            )
+
+
+def load_groups(key: str, saved: JSON, optimizer: Optimizer, view: ModelView) -> list[str]:
+    """Every group holds the saved values, in place, and its parameters in the saved order.
+
+    ``foreach``, ``fused``, ``capturable`` and ``differentiable`` stay as they were built.
+
+    Returns:
+        A note for each flag that was saved with another value.
+    """
+    notes = []
+    pairs = zip(saved["groups"], iter_groups(optimizer, view), strict=True)
+    for index, (entry, (group, names)) in enumerate(pairs):
+        _reorder(group, names, [view.kept_name(name) for name in entry["params"]])
+        for name, value in decode_tree(entry["values"]).items():
+            if name in _FLAGS and name in group:
+                if group[name] != value:
+                    where = f"{label_of('optimizer', key)}/param_groups/{index}/{name}"
+                    notes.append(f"{where}: saved as {value}, stays {group[name]}")
+            else:
+                _set_value(group, name, value)
+    return notes
+
+
+def _reorder(group: dict[str, Any], names: list[str], wanted: list[str]) -> None:
+    if names == wanted:
+        return
+    places = defaultdict(list)
+    for place, name in enumerate(names):
+        places[name].append(place)
+    order = [places[name].pop(0) for name in wanted]
+    # In place: LBFGS holds a reference to the list.
+    group["params"][:] = [group["params"][place] for place in order]
+    if "param_names" in group:
+        group["param_names"] = [group["param_names"][place] for place in order]
+
+
+def _set_value(group: dict[str, Any], name: str, value: Any) -> None:
+    live = group.get(name)
+    with torch.no_grad():
+        if not isinstance(live, torch.Tensor):
+            group[name] = value
+        elif not isinstance(value, torch.Tensor):
+            live.fill_(value)
+        elif live.shape == value.shape and live.dtype == value.dtype:
+            live.copy_(value)  # a CUDA graph, or the user, may hold this very tensor
+        else:
+            group[name] = value.to(live.device)
+
+
+class StatePlan:
+    """New state for the live optimizers, built aside and put in place at once by `apply`.
+
+    Args:
+        optimizers: The live optimizers by key.
+        view: The live model.
+        states: What the optimizers hold now; tensors that fit are filled where they are.
+        saved: ``shared["optimizers"]``.
+        ties: ``shared["ties"]``: tensors that were one object when saved are one again.
+    """
+
+    def __init__(
+        self,
+        optimizers: Mapping[str, Optimizer],
+        view: ModelView,
+        states: OptimizerStates,
+        saved: Mapping[str, JSON],
+        ties: Mapping[str, str],
+    ) -> None:
+        self.ties = {self._split(tied, view): first for tied, first in ties.items()}
+        self.optimizers = optimizers
+        self.view = view
+        self.states = states
+        self.paths: dict[str, dict[str, tuple[str, TensorLike]]] = defaultdict(dict)
+        self.trees: dict[str, JSON] = {}
+        self.homes: dict[str, Mapping[str, str]] = {}
+        self.layouts: dict[str, dict[frozenset[str], list[str]]] = {}
+        for key, entry in saved.items():
+            self.homes[key] = entry["homes"]
+            self.layouts[key] = {frozenset(layout): layout for layout in entry["layouts"]}
+            self.trees.update((view.kept_name(name), tree) for name, tree in entry["trees"].items())
+        self.groups = {
+            id(parameter): group
+            for optimizer in optimizers.values()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        self.new: list[tuple[Optimizer, torch.nn.Parameter, dict[Any, Any] | None]] = []
+
+    def add(self, key: str, spec: TensorLike) -> None:
+        """Note one saved tensor ``optimizer/<name>/<path>``."""
+        name, path = self._split(key, self.view)
+        self.paths[name][path] = (key, spec)
+
+    def check(self, stateless: Sequence[str], found: Mismatches) -> None:
+        """Note in ``found`` state without a live parameter, and parameters without saved state."""
+        without = {self.view.kept_name(name) for name in stateless}
+        saved = {*self.paths, *self.trees, *(name for name, _ in self.ties)}
+        # What is wrong with the parameter itself has been said already.
+        told = {*found.missing, *found.unexpected}
+        live = self.states.owners
+        strangers = [name for name in sorted(saved) if name not in live]
+        lost = [name for name in live if name not in saved and name not in without]
+        found.unexpected += [
+            f"optimizer/{n}" for n in strangers if f"model/{encode_name(n)}" not in told
+        ]
+        found.missing += [f"optimizer/{n}" for n in lost if f"model/{encode_name(n)}" not in told]
+        for name in sorted(saved & without):
+            found.differ(f"optimizer/{name}", "both with and without state", "one or the other")
+        for paths in self.paths.values():
+            found.different += [
+                f"{key} (dtype {spec.dtype} isn't known)"
+                for key, spec in paths.values()
+                if spec.dtype not in TORCH_DTYPES
+            ]
+
+    def build(self) -> dict[str, torch.Tensor]:
+        """Return key → tensor to be filled, of the state that `apply` will put in place.
+
+        Nothing live has changed when this returns.
+        """
+        targets: dict[str, torch.Tensor] = {}
+        parts: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+        for name, paths in self.paths.items():
+            for path, (key, spec) in paths.items():
+                parts[name][path] = targets[key] = self._target(name, path, spec)
+        for (name, path), first in self.ties.items():
+            parts[name][path] = targets[first]
+        for name, owner in self.states.owners.items():
+            found = name in parts or name in self.trees
+            state = self._state(name, owner, parts[name]) if found else None
+            self.new.append((self.optimizers[owner], self.view.parameters[name], state))
+        return targets
+
+    @staticmethod
+    def _split(key: str, view: ModelView) -> tuple[str, str]:
+        _, name, path = key.split("/", 2)
+        return view.kept_name(unquote(name)), path
+
+    def apply(self) -> None:
+        """Every live parameter has the state that was built, or none."""
+        for optimizer, parameter, state in self.new:
+            if state is None:
+                optimizer.state.pop(parameter, None)
+            else:
+                optimizer.state[parameter] = state
+
+    def _target(self, name: str, path: str, spec: TensorLike) -> torch.Tensor:
+        dtype = TORCH_DTYPES[spec.dtype]
+        shape = tuple(spec.shape)
+        live = self.states.by_param.get(name)
+        if live is not None and live.tree is None and name not in self.trees:
+            tensor = live.tensors.get(path)
+            if tensor is not None and tensor.dtype == dtype and tuple(tensor.shape) == shape:
+                return tensor
+        parameter = self.view.parameters[name]
+        if shape and shape == tuple(parameter.shape):
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        owner = self.states.owners[name]
+        group = self.groups[id(parameter)]
+        on_host = lies_on_host(path, group, self.optimizers[owner], self.homes.get(owner, {}))
+        return torch.empty(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
+
+    def _state(self, name: str, owner: str, tensors: dict[str, torch.Tensor]) -> dict[Any, Any]:
+        tree = self.trees.get(name)
+        if tree is not None:
+            get: Callable[[JSON], torch.Tensor] = tensors.__getitem__
+            state: dict[Any, Any] = decode_tree(tree, get_tensor=get)
+            return state
+        order = self.layouts.get(owner, {}).get(frozenset(tensors), tensors)
+        return {unquote(path): tensors[path] for path in order}
+
+
+def lies_on_host(
+    path: str, group: Mapping[str, Any], optimizer: Optimizer, homes: Mapping[str, str]
+) -> bool:
+    """Return whether a state tensor that isn't shaped like its parameter belongs on the CPU.
+
+    torch keeps ``step`` there unless a flag of the group says otherwise. For everything else, it
+    lies where it lay when it was saved (``homes``), or else beside its parameter.
+    """
+    if isinstance(optimizer, ASGD):
+        return False
+    if path in _HOST_SCALARS and ("capturable" in group or "fused" in group):
+        return not (group.get("capturable") or group.get("fused"))
+    return homes.get(path, "host" if path == "step" else "device") == "host"

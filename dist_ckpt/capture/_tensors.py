@@ -1,0 +1,140 @@
+"""The list of a training's tensors, now and after the first update. Layer 3, reads only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from dist_ckpt.capture._optim import OptimizerStates, ParamState, encode_name
+from dist_ckpt.capture._values import LiveTensor
+from dist_ckpt.capture._walk import ModelView
+from dist_ckpt.slices import Box, Role, TensorSpec
+from dist_ckpt.tree import check_tensor
+
+__all__ = ["SpecCache", "dtype_name", "list_tensors", "predict_states"]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return ``"float32"`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+class SpecCache:
+    """Specs by key, made and checked once: a save of 1,000 parameters asks for 4,000 of them."""
+
+    def __init__(self, *, check: bool = True) -> None:
+        self._check = check
+        self._specs: dict[str, tuple[TensorSpec, type, torch.dtype, torch.Size]] = {}
+        self._names: dict[str, str] = {}
+
+    def live(self, key: str, role: Role, tensor: torch.Tensor, param: str | None) -> LiveTensor:
+        """Return ``tensor`` with its spec, detached.
+
+        Raises:
+            UnsupportedValueError: It can't be kept; the path is its key.
+        """
+        cls, dtype, shape = type(tensor), tensor.dtype, tensor.shape
+        known = self._specs.get(key)
+        if known is None or known[1:] != (cls, dtype, shape) or known[0].role is not role:
+            if self._check:
+                check_tensor(tensor, key)
+            sizes = tuple(shape)
+            spec = TensorSpec(key, role, dtype_name(dtype), sizes, (Box.whole(sizes),), param)
+            known = self._specs[key] = (spec, cls, dtype, shape)
+        if cls is not torch.Tensor or tensor.requires_grad:
+            tensor = tensor.detach()
+            if type(tensor) is not torch.Tensor:
+                tensor = tensor.as_subclass(torch.Tensor)
+        return LiveTensor(known[0], tensor)
+
+    def component(self, name: str) -> str:
+        """Return ``encode_name(name)``."""
+        found = self._names.get(name)
+        if found is None:
+            found = self._names[name] = encode_name(name)
+        return found
+
+
+def list_tensors(view: ModelView, states: OptimizerStates, specs: SpecCache) -> list[LiveTensor]:
+    """Return every tensor: weights, first moments, second moments, other optimizer state, buffers.
+
+    Each group is in canonical order of the parameters, other state by path within a parameter.
+    """
+    return [
+        *(
+            specs.live(f"model/{specs.component(name)}", Role.WEIGHT, parameter, name)
+            for name, parameter in view.parameters.items()
+        ),
+        *_moments(view, states, specs, "exp_avg", Role.EXP_AVG),
+        *_moments(view, states, specs, "exp_avg_sq", Role.EXP_AVG_SQ),
+        *_others(view, states, specs),
+        *(
+            specs.live(f"model/{specs.component(name)}", Role.BUFFER, buffer, None)
+            for name, buffer in view.buffers.items()
+        ),
+    ]
+
+
+def _moments(
+    view: ModelView, states: OptimizerStates, specs: SpecCache, path: str, role: Role
+) -> Iterator[LiveTensor]:
+    for name, state in states.by_param.items():
+        tensor = state.tensors.get(path)
+        if tensor is not None and tensor.shape == view.parameters[name].shape:
+            yield specs.live(f"optimizer/{specs.component(name)}/{path}", role, tensor, name)
+
+
+def _others(view: ModelView, states: OptimizerStates, specs: SpecCache) -> Iterator[LiveTensor]:
+    for name, state in states.by_param.items():
+        shape = view.parameters[name].shape
+        prefix = f"optimizer/{specs.component(name)}/"
+        for path in sorted(state.tensors):
+            tensor = state.tensors[path]
+            is_moment = path in ("exp_avg", "exp_avg_sq") and tensor.shape == shape
+            if not is_moment and prefix + path not in states.ties:
+                yield specs.live(prefix + path, Role.OPTIMIZER, tensor, name)
+
+
+def predict_states(
+    view: ModelView, states: OptimizerStates, optimizers: Mapping[str, Optimizer]
+) -> OptimizerStates | None:
+    """Return the states as they will be after the first update, new tensors as empty placeholders.
+
+    A parameter that requires a gradient is taken to get one. None where a parameter has no state
+    yet and its optimizer is neither of Adam's kind nor SGD.
+    """
+    groups = {
+        id(parameter): group
+        for optimizer in optimizers.values()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    by_param: dict[str, ParamState] = {}
+    for name, parameter in view.parameters.items():
+        if name in states.by_param:
+            by_param[name] = states.by_param[name]
+            continue
+        owner = states.owners.get(name)
+        if owner is None or not parameter.requires_grad:
+            continue
+        group = groups[id(parameter)]
+        optimizer = optimizers[owner]
+        shaped = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        if isinstance(optimizer, Adam | AdamW):
+            wide = torch.get_default_dtype() is torch.float64 and not group["fused"]
+            tensors = {
+                "step": shaped.new_empty((), dtype=torch.float64 if wide else torch.float32),
+                "exp_avg": shaped,
+                "exp_avg_sq": shaped,
+            }
+            if group["amsgrad"]:
+                tensors["max_exp_avg_sq"] = shaped
+        elif isinstance(optimizer, SGD):
+            tensors = {"momentum_buffer": shaped} if group["momentum"] else {}
+        else:
+            return None
+        if tensors:
+            by_param[name] = ParamState(owner, tensors)
+    return OptimizerStates(by_param, states.owners, states.ties)

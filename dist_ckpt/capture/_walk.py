@@ -1,0 +1,172 @@
+"""A model's tensors by name, wrappers taken off by type. Layer 3, reads only, no collective.
+
+The walk visits modules in the order of ``named_parameters()``, which is the canonical order. A
+wrapper's inner module adds no component to the name; a user's submodule that happens to be called
+``module`` does, since wrappers are told by their type.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from dist_ckpt.errors import UnsupportedValueError
+from dist_ckpt.tree import check_tensor
+
+__all__ = ["ModelView", "view_models"]
+
+# (module that defines the type, type, attribute of the inner module). A type whose module was never
+# imported has no instances, so nothing heavy is imported to look.
+_WRAPPERS = (
+    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
+    ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "ActivationWrapper",
+        "_checkpoint_wrapped_module",
+    ),
+)
+_SHARDED = {
+    "FullyShardedDataParallel": "FSDP1 (FullyShardedDataParallel) is not supported",
+    "FSDPModule": "sharded parameters are not supported yet",
+}
+
+
+@dataclass(slots=True)
+class ModelView:
+    """What one walk found.
+
+    Attributes:
+        parameters: Name → parameter, canonical order, tied ones once under their first name.
+        buffers: Name → persistent buffer, likewise.
+        aliases: Every other name of a tied tensor → its kept name.
+        extra_state: ``state_dict`` key → module, for modules that define ``get_extra_state``.
+        names: ``id`` of each tensor → kept name.
+    """
+
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    extra_state: dict[str, nn.Module] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+
+    def kept_name(self, name: str) -> str:
+        """Return the name under which the tensor called ``name`` is kept here."""
+        return self.aliases.get(name, name)
+
+
+def view_models(models: Mapping[str, nn.Module]) -> ModelView:
+    """Return the tensors of all models; names are prefixed ``KEY.`` unless the key is empty.
+
+    Raises:
+        UnsupportedValueError: Sharded parameters, FSDP1, or a tensor that can't be kept, by name.
+    """
+    view = ModelView()
+    walk = _Walk(view)
+    for key, model in models.items():
+        walk.visit(model, f"{key}." if key else "", ())
+    return view
+
+
+class _Walk:
+    def __init__(self, view: ModelView) -> None:
+        self.view = view
+        self.seen: set[int] = set()
+        self.kinds: dict[type, str | None] = {}
+
+    def visit(self, module: nn.Module, prefix: str, parents: tuple[int, ...]) -> None:
+        view = self.view
+        if id(module) in parents:
+            _refuse(prefix[:-1], "is a module that contains itself")
+        inner = self.inner_name(module, prefix)
+        for local, parameter in module._parameters.items():  # noqa: SLF001
+            if parameter is not None:
+                self.keep(view.parameters, prefix + local, parameter)
+        transient = module._non_persistent_buffers_set  # noqa: SLF001
+        for local, buffer in module._buffers.items():  # noqa: SLF001
+            if buffer is not None and local not in transient:
+                self.keep(view.buffers, prefix + local, buffer)
+        if id(module) not in self.seen and _has_extra_state(module):
+            view.extra_state[f"{prefix}_extra_state"] = module
+        self.seen.add(id(module))
+        for local, child in module._modules.items():  # noqa: SLF001
+            if child is not None:
+                below = prefix if local == inner else f"{prefix}{local}."
+                self.visit(child, below, (*parents, id(module)))
+
+    def inner_name(self, module: nn.Module, prefix: str) -> str | None:
+        """Return which child of ``module`` is what it wraps, or None for a module of the user."""
+        cls = type(module)
+        if cls not in self.kinds:
+            for base in cls.__mro__:
+                if base.__name__ in _SHARDED and base.__module__.startswith("torch.distributed"):
+                    _refuse(prefix[:-1] or "the model", f"is sharded: {_SHARDED[base.__name__]}")
+            self.kinds[cls] = _wrapped_attribute(cls)
+        return self.kinds[cls]
+
+    def keep(self, group: dict[str, Any], name: str, tensor: torch.Tensor) -> None:
+        view = self.view
+        kept = view.names.get(id(tensor))
+        if name in view.parameters or name in view.buffers or name in view.aliases:
+            _refuse(f"model/{name}", "is the name of two tensors")
+        if kept is not None:
+            view.aliases[name] = kept
+            return
+        view.names[id(tensor)] = name
+        group[name] = tensor
+
+
+def _wrapped_attribute(cls: type) -> str | None:
+    for module_name, type_name, attribute in _WRAPPERS:
+        wrapper = getattr(sys.modules.get(module_name), type_name, None)
+        if wrapper is not None and issubclass(cls, wrapper):
+            return attribute
+    return None
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def check_view(view: ModelView, models: Mapping[str, nn.Module]) -> None:
+    """Return if everything that the models keep is in the view and can be kept.
+
+    Raises:
+        UnsupportedValueError: A tensor that can't be kept; or a module that writes more into its
+            ``state_dict`` than its parameters, buffers and extra state.
+    """
+    for group in (view.parameters, view.buffers):
+        for name, tensor in group.items():
+            check_tensor(tensor, f"model/{name}")
+    for key, model in models.items():
+        for name, module in model.named_modules(prefix=key):
+            _check_state_dict(module, name)
+
+
+def _check_state_dict(module: nn.Module, name: str) -> None:
+    if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:  # noqa: SLF001
+        return
+    written: dict[str, Any] = {}
+    module._save_to_state_dict(written, "", keep_vars=True)  # noqa: SLF001
+    known = {*module._parameters, *module._buffers, "_extra_state"}  # noqa: SLF001
+    more = sorted(set(written) - known)
+    if more:
+        _refuse(
+            f"model/{name}",
+            f"({type(module).__name__}) keeps {', '.join(more)} outside its parameters and buffers",
+        )
+
+
+def _refuse(path: str, what: str) -> NoReturn:
+    raise UnsupportedValueError(
+        f"{path} {what}.",
+        next_step="Train with DistributedDataParallel or without a wrapper, and keep state in "
+        "parameters, persistent buffers or get_extra_state().",
+        path=path,
+    )

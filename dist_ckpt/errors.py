@@ -1,0 +1,215 @@
+"""Every error that dist_ckpt raises on purpose, in one tree.
+
+    DistCkptError
+    ├── UsageError (ValueError)              a call or an option that can't be honoured
+    │   ├── UnsupportedValueError            state that no file of ours can keep, with its path
+    │   └── SettingError                     a setting that would lose data or make no sense
+    ├── NotFoundError (FileNotFoundError)    no such run, generation or file
+    ├── ForeignFileError                     a file or directory that isn't ours
+    ├── CorruptFileError                     bytes that aren't what they must be
+    │   ├── DigestMismatchError              a digest says that bytes changed
+    │   └── FormatVersionError               written by a version that this one can't read
+    ├── NoUsableGenerationError              generations exist, none can be used
+    ├── MismatchError                        what was saved doesn't fit the live objects
+    ├── IdentityError                        another data set, configuration or structure
+    ├── LockedError                          somebody else trains in this run directory
+    ├── StorageError (OSError)               the file system refused
+    │   └── NoSpaceError                     not enough room, found out before writing
+    └── JobError                             something between ranks
+        ├── RankFailedError                  one or more ranks reported an error
+        ├── RankTimeoutError                 a rank didn't answer in time
+        └── SaveFailedError                  a save that was asked for didn't become a generation
+
+Each error carries a stable ``id`` for scripts, its values as attributes, and a ``next_step`` that tells a person what
+to do. Errors survive pickling, since ranks of a test or of a worker pool hand them on.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+__all__ = [
+    "CorruptFileError",
+    "DigestMismatchError",
+    "DistCkptError",
+    "ForeignFileError",
+    "FormatVersionError",
+    "IdentityError",
+    "JobError",
+    "LockedError",
+    "MismatchError",
+    "NoSpaceError",
+    "NoUsableGenerationError",
+    "NotFoundError",
+    "RankFailedError",
+    "RankTimeoutError",
+    "SaveFailedError",
+    "SettingError",
+    "StorageError",
+    "UnsupportedValueError",
+    "UsageError",
+]
+
+
+class DistCkptError(Exception):
+    """Base of all errors of this package.
+
+    Args:
+        message: What happened, in one sentence, with the numbers.
+        next_step: What the reader can do about it, in one sentence.
+        values: Facts for programs (``path``, ``expected``, ``found``, …); they become attributes.
+    """
+
+    id: ClassVar[str] = "error"
+
+    def __init__(self, message: str, *, next_step: str = "", **values: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.next_step = next_step
+        self.values = values
+        if "errno" in values and isinstance(self, OSError):
+            # OSError keeps a slot of its own, which would hide the value from attribute access.
+            self.errno = values["errno"]
+
+    def __getattr__(self, name: str) -> Any:
+        # Only reached when normal lookup fails. `values` itself may be absent while unpickling.
+        values = self.__dict__.get("values", {})
+        if name in values:
+            return values[name]
+        raise AttributeError(name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, self.next_step, self.values)
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.next_step}" if self.next_step else self.message
+
+    def to_json(self) -> dict[str, Any]:
+        """Return ``{"id", "message", "next_step", …values}`` with values that JSON can hold."""
+        plain = {
+            key: value if isinstance(value, str | int | float | bool | None) else _plain(value)
+            for key, value in self.values.items()
+        }
+        return {**plain, "id": self.id, "message": self.message, "next_step": self.next_step}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _rebuild(
+    cls: type[DistCkptError], message: str, next_step: str, values: dict[str, Any]
+) -> DistCkptError:
+    return cls(message, next_step=next_step, **values)
+
+
+class UsageError(DistCkptError, ValueError):
+    """A call or an option can't be honoured as given."""
+
+    id = "usage"
+
+
+class UnsupportedValueError(UsageError):
+    """A value in the state can't be kept without executing code at load; ``path`` says where it lies."""
+
+    id = "unsupported-value"
+
+
+class SettingError(UsageError):
+    """A setting would lose data, keep nothing, or contradict another one."""
+
+    id = "setting"
+
+
+class NotFoundError(DistCkptError, FileNotFoundError):
+    """No such run, generation or file; ``path`` says what was looked for."""
+
+    id = "not-found"
+
+
+class ForeignFileError(DistCkptError):
+    """A file or directory that dist_ckpt didn't write and won't touch."""
+
+    id = "foreign-file"
+
+
+class CorruptFileError(DistCkptError):
+    """Bytes that aren't what they must be; carries ``path`` and, where it applies, ``expected`` and ``found``."""
+
+    id = "corrupt-file"
+
+
+class DigestMismatchError(CorruptFileError):
+    """A digest says that bytes changed after they were written."""
+
+    id = "digest-mismatch"
+
+
+class FormatVersionError(CorruptFileError):
+    """The file's format version isn't one that this version of dist_ckpt reads."""
+
+    id = "format-version"
+
+
+class NoUsableGenerationError(DistCkptError):
+    """Generations exist, but none of them can be used; ``skipped`` maps each to its reason."""
+
+    id = "no-usable-generation"
+
+
+class MismatchError(DistCkptError):
+    """What was saved doesn't fit the live objects; carries ``missing``, ``unexpected`` and ``different``."""
+
+    id = "mismatch"
+
+
+class IdentityError(DistCkptError):
+    """Data, configuration, structure or (strict) code differ from the saved run's; carries ``differences``."""
+
+    id = "identity"
+
+
+class LockedError(DistCkptError):
+    """Another process trains in this run directory; ``holder`` says which."""
+
+    id = "locked"
+
+
+class StorageError(DistCkptError, OSError):
+    """The file system refused; carries ``path``, ``operation`` and the system's ``errno``."""
+
+    id = "storage"
+
+
+class NoSpaceError(StorageError):
+    """Not enough room on the file system; carries ``need_bytes`` and ``free_bytes``."""
+
+    id = "no-space"
+
+
+class JobError(DistCkptError):
+    """Something between the ranks of the job."""
+
+    id = "job"
+
+
+class RankFailedError(JobError):
+    """One or more ranks failed in a phase; ``phase`` and ``failures`` (rank → message) say which."""
+
+    id = "rank-failed"
+
+
+class RankTimeoutError(JobError):
+    """A rank didn't answer within the time limit; carries ``phase``, ``missing`` ranks and ``timeout_secs``."""
+
+    id = "rank-timeout"
+
+
+class SaveFailedError(JobError):
+    """A save didn't become a generation; carries ``step`` and ``cause``. Earlier generations are untouched."""
+
+    id = "save-failed"

@@ -1,0 +1,61 @@
+"""What a run leaves to read: losses, metrics, samples, journal. Layer 4, I/O through ``storage``.
+
+`History` writes it (rank 0 only), the ``read_`` functions read it, also beside a running job.
+Importing this imports neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+from dist_ckpt.history._history import History, NullHistory
+from dist_ckpt.history._journal import Journal, NullJournal, parse_journal
+from dist_ckpt.history._loss_file import LossFile
+from dist_ckpt.history._loss_format import (
+    MISSING,
+    LossEntry,
+    Missing,
+    canonical,
+    parse_loss,
+)
+from dist_ckpt.history._metrics import Metrics, parse_metrics
+from dist_ckpt.history._paths import history_path, run_name
+from dist_ckpt.history._readers import (
+    RunHistory,
+    read_history,
+    read_journal,
+    read_loss,
+    read_loss_raw,
+    read_metrics,
+    read_samples,
+)
+from dist_ckpt.history._replay import ReplayResult, replay_summary
+from dist_ckpt.history._samples import Samples, canonical_samples, parse_samples
+
+__all__ = [
+    "MISSING",
+    "History",
+    "Journal",
+    "LossEntry",
+    "LossFile",
+    "Metrics",
+    "Missing",
+    "NullHistory",
+    "NullJournal",
+    "ReplayResult",
+    "RunHistory",
+    "Samples",
+    "canonical",
+    "canonical_samples",
+    "history_path",
+    "parse_journal",
+    "parse_loss",
+    "parse_metrics",
+    "parse_samples",
+    "read_history",
+    "read_journal",
+    "read_loss",
+    "read_loss_raw",
+    "read_metrics",
+    "read_samples",
+    "replay_summary",
+    "run_name",
+]

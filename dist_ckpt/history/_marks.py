@@ -1,0 +1,48 @@
+"""What the journal says about the other files of the history. Pure: layer 4.
+
+Two things can't stand in the loss file itself: that everything before a place in it is void (a
+rewind to before its first entry), and of what kind a loss was that isn't finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+from dist_ckpt.history._journal import parse_journal
+
+__all__ = ["HISTORY_CUT", "LOSS_NOT_FINITE", "nonfinite_kinds", "void_counts"]
+
+HISTORY_CUT: Final = "history_cut"
+LOSS_NOT_FINITE: Final = "loss_not_finite"
+
+
+def void_counts(journal: bytes) -> tuple[int, int]:
+    """Return how many entries at the beginning of the loss file, and samples, don't count.
+
+    The last word of the journal holds. Costs a search where the journal says nothing.
+    """
+    losses = samples = 0
+    for event in _events(journal, HISTORY_CUT):
+        losses = _count(event.get("void_losses"), losses)
+        samples = _count(event.get("void_samples"), samples)
+    return losses, samples
+
+
+def nonfinite_kinds(journal: bytes) -> dict[int, str]:
+    """Return step → ``"nan"``, ``"inf"`` or ``"-inf"`` as last journalled."""
+    return {
+        event["step"]: str(event.get("kind"))
+        for event in _events(journal, LOSS_NOT_FINITE)
+        if type(event.get("step")) is int
+    }
+
+
+def _events(journal: bytes, name: str) -> Iterable[dict[str, Any]]:
+    if name.encode() not in journal:
+        return []
+    return [event for event in parse_journal(journal) if event.get("event") == name]
+
+
+def _count(value: Any, otherwise: int) -> int:
+    return value if type(value) is int and value >= 0 else otherwise

@@ -1,0 +1,146 @@
+"""Reading the history of a run, also beside the job that writes it. Layer 4, reads only.
+
+An append in progress can be seen half done; all readers here pass over a torn end.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from dist_ckpt.history._array_file import LIMIT_BYTES, read_or_none
+from dist_ckpt.history._journal import parse_journal
+from dist_ckpt.history._loss_format import CanonicalIndex, LossEntry, parse_loss, scan_loss
+from dist_ckpt.history._marks import void_counts
+from dist_ckpt.history._metrics import parse_metrics
+from dist_ckpt.history._paths import FILES, history_path, run_name
+from dist_ckpt.history._replay import ReplayResult, replay_summary
+from dist_ckpt.history._samples import canonical_samples, parse_samples
+from dist_ckpt.storage import read_file
+
+__all__ = [
+    "RunHistory",
+    "read_history",
+    "read_journal",
+    "read_loss",
+    "read_loss_raw",
+    "read_metrics",
+    "read_samples",
+]
+
+_Path = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class RunHistory:
+    """Everything that a run logged, canonical. A file that is missing is empty here."""
+
+    name: str
+    loss: list[LossEntry]
+    metrics: list[dict[str, Any]]
+    samples: list[dict[str, Any]]
+    journal: list[dict[str, Any]]
+
+    @property
+    def replays(self) -> list[ReplayResult]:
+        """The replay of each attempt that had one."""
+        return replay_summary(self.journal)
+
+
+def read_loss(run_dir: _Path) -> list[LossEntry]:
+    """Return the canonical history of a run: ``(step, loss)``, rising in step.
+
+    Raises:
+        NotFoundError: No such run, or it has no loss file.
+        CorruptFileError: The file is something else.
+    """
+    name = run_name(run_dir)
+    path = history_path(run_dir, name, "loss")
+    return _canonical_loss(_read(path), path, _journal_data(run_dir, name))
+
+
+def read_loss_raw(run_dir: _Path) -> list[LossEntry]:
+    """Return all entries of a run's loss file, void ones included, in the order of the file.
+
+    Raises:
+        NotFoundError: No such run, or it has no loss file.
+        CorruptFileError: The file is something else.
+    """
+    path = history_path(run_dir, run_name(run_dir), "loss")
+    return parse_loss(_read(path), path=path, torn_ok=True)
+
+
+def read_metrics(run_dir: _Path) -> list[dict[str, Any]]:
+    """Return the metrics of each step that counts, rising in step.
+
+    Raises:
+        NotFoundError: No such run, or it has no metrics file.
+    """
+    return parse_metrics(_read(history_path(run_dir, run_name(run_dir), "metrics")))
+
+
+def read_samples(run_dir: _Path) -> list[dict[str, Any]]:
+    """Return the audit samples that count, rising in step.
+
+    Raises:
+        NotFoundError: No such run, or it has no samples file.
+        CorruptFileError: The file is something else.
+    """
+    name = run_name(run_dir)
+    path = history_path(run_dir, name, "samples")
+    return _canonical_samples(_read(path), path, _journal_data(run_dir, name))
+
+
+def read_journal(path: _Path) -> list[dict[str, Any]]:
+    """Return the events of a run in their order.
+
+    Args:
+        path: The run's directory, or the journal itself.
+
+    Raises:
+        NotFoundError: No such run or journal.
+    """
+    if not os.fspath(path).endswith(FILES["journal"]):
+        path = history_path(path, run_name(path), "journal")
+    return parse_journal(_read(path))
+
+
+def read_history(run_dir: _Path) -> RunHistory:
+    """Return all of a run's history; each file is read once.
+
+    Raises:
+        NotFoundError: No such directory.
+        CorruptFileError: A file is something else.
+    """
+    name = run_name(run_dir)
+    journal = _journal_data(run_dir, name)
+    loss, samples = (history_path(run_dir, name, what) for what in ("loss", "samples"))
+    return RunHistory(
+        name=name,
+        loss=_canonical_loss(read_or_none(loss) or b"", loss, journal),
+        metrics=parse_metrics(read_or_none(history_path(run_dir, name, "metrics")) or b""),
+        samples=_canonical_samples(read_or_none(samples) or b"", samples, journal),
+        journal=parse_journal(journal),
+    )
+
+
+def _canonical_loss(data: bytes, path: str, journal: bytes) -> list[LossEntry]:
+    steps, losses, _, _ = scan_loss(data, path=path)
+    void, _ = void_counts(journal)
+    return list(CanonicalIndex(steps[void:], losses[void:]))
+
+
+def _canonical_samples(data: bytes, path: str, journal: bytes) -> list[dict[str, Any]]:
+    samples = parse_samples(data, path=path, torn_ok=True)
+    _, void = void_counts(journal)
+    return canonical_samples(islice(samples, void, None))
+
+
+def _journal_data(run_dir: _Path, name: str) -> bytes:
+    return read_or_none(history_path(run_dir, name, "journal")) or b""
+
+
+def _read(path: _Path) -> bytes:
+    return read_file(path, limit_bytes=LIMIT_BYTES)

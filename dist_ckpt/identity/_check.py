@@ -1,0 +1,96 @@
+"""Whether a run may go on as another one: what was accepted, what is refused. No torch.
+
+Part of layer 3. Reads one environment variable, no I/O.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shlex
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from dist_ckpt.errors import IdentityError
+from dist_ckpt.identity._compare import Difference, compare
+from dist_ckpt.identity._config import as_patterns, matches
+
+__all__ = ["ACCEPT_VARIABLE", "carry_on", "check"]
+
+ACCEPT_VARIABLE = "DIST_CKPT_ACCEPT"
+_MAX_SHOWN = 20
+
+
+def check(
+    saved: Mapping[str, Any],
+    current: Mapping[str, Any],
+    *,
+    accept: Collection[str] | str = (),
+    strict: bool = False,
+) -> list[Difference]:
+    """Return the differences that don't keep the run from going on: accepted ones, and warnings.
+
+    Not collective. To be printed and journalled by the caller.
+
+    Args:
+        saved: The identity in the resume point.
+        current: The live run's.
+        accept: Words as printed by the error. A part accepts all of it ("config"), a parent its
+            keys ("config.optimizer"), and patterns as of a shell are understood.
+            ``DIST_CKPT_ACCEPT`` adds to them, its words set apart by commas.
+        strict: Refuse a change of code and of versions too.
+
+    Raises:
+        IdentityError: Differences that no word accepts. Prints at most 20, and the words; carries
+            all of them as ``differences`` (plain JSON), the words as ``words``, and the variable's
+            whole value as ``accept``.
+    """
+    from_environment = os.environ.get(ACCEPT_VARIABLE, "").split(",")
+    given = [word.strip() for word in [*as_patterns(accept), *from_environment] if word.strip()]
+    differences = compare(saved, current)
+    refused = [
+        difference
+        for difference in differences
+        if (strict or not difference.warning) and not _accepted(difference, given)
+    ]
+    if refused:
+        raise _error(refused, given)
+    return differences
+
+
+def carry_on(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``current`` as the run's new identity, completed by what ``saved`` knew.
+
+    What is taken over is the digest of data of the same length: one slow day must not take the
+    protection from all days after it.
+    """
+    carried = copy.deepcopy(dict(current))
+    was, now = saved.get("data"), carried.get("data")
+    if isinstance(was, Mapping) and isinstance(now, dict) and now.get("digest") is None:
+        same = ("id", "length")
+        if all(was.get(key) == now.get(key) for key in same) and now.get("id") is None:
+            carried["data"] = copy.deepcopy(dict(was))
+    return carried
+
+
+def _accepted(difference: Difference, words: Collection[str]) -> bool:
+    named = f"{difference.part}.{difference.key}" if difference.key else difference.part
+    return matches(named, words)
+
+
+def _error(refused: list[Difference], given: list[str]) -> IdentityError:
+    shown = [f"  {difference}" for difference in refused[:_MAX_SHOWN]]
+    if len(refused) > _MAX_SHOWN:
+        shown.append(f"  … and {len(refused) - _MAX_SHOWN} more")
+    words = list(dict.fromkeys(difference.word for difference in refused))
+    value = ",".join(dict.fromkeys([*given, *words]))
+    plural = "difference" if len(refused) == 1 else "differences"
+    listed = "\n".join(shown)
+    return IdentityError(
+        f"This isn't the run that was saved ({len(refused)} {plural}):\n{listed}\n",
+        next_step="Go back to what was saved, or accept it: "
+        f"accept=({', '.join(map(repr, words))},) or {ACCEPT_VARIABLE}={shlex.quote(value)}",
+        differences=[difference.to_json() for difference in refused],
+        words=words,
+        accept=value,
+    )

@@ -1,0 +1,190 @@
+"""torchrun's agent as a child of the launcher: ``python -m dist_ckpt.launcher._agent``. Layer 7.
+
+It runs torchrun itself, in this process, and adds what the launcher needs: it ends its workers when
+the launcher dies, doesn't restart a job that was asked to stop, gives workers the same time on
+every path, and leaves the exit status of each worker in ``result.json`` of the launch's directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from dist_ckpt.announce import (
+    AGENT_PID_ENV,
+    LAUNCH_DIR_ENV,
+    LAUNCH_ID_ENV,
+    any_stopped,
+    die_with_parent,
+    read_announcements,
+    stop_requested,
+    write_json,
+)
+from dist_ckpt.launcher._names import LAUNCHER_PID_ENV, RESULT_NAME, SHUTDOWN_ENV
+from dist_ckpt.launcher._processes import launched_as, send_signal
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+__all__ = ["main"]
+
+_LEFTOVER_SECS = 5.0
+_POLL_SECS = 0.05
+
+
+def main(argv: list[str]) -> int:
+    """Run torchrun with these arguments until its workers have ended; return the exit status."""
+    launcher_pid = int(os.environ.pop(LAUNCHER_PID_ENV, "0"))
+    progress = _Progress()
+
+    def end(signum: int, _frame: FrameType | None) -> None:
+        # Until torch has its own handlers there are no workers, only a directory to remove.
+        progress.asked_to_end = True
+        raise SystemExit(128 + signum)
+
+    signal.signal(signal.SIGTERM, end)
+    die_with_parent(signal.SIGTERM)
+    if os.getppid() != launcher_pid:
+        return 1  # the launcher died before the kernel was asked to tell
+    os.environ[AGENT_PID_ENV] = str(os.getpid())
+    directory = Path(os.environ[LAUNCH_DIR_ENV])
+    try:
+        return _run_torchrun(argv, directory, progress)
+    finally:
+        if os.getppid() != launcher_pid:
+            _clean_up_for_the_launcher(directory)
+
+
+def _run_torchrun(argv: list[str], directory: Path, progress: _Progress) -> int:
+    from torch.distributed import run as torchrun  # noqa: PLC0415 - seconds
+    from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415
+    from torch.distributed.elastic.multiprocessing.errors import (  # noqa: PLC0415
+        ChildFailedError,
+        record,
+    )
+
+    parser = torchrun.get_args_parser()
+    parser.error = _usage_error  # type: ignore[method-assign]
+    options = parser.parse_args(argv)
+    _use_our_agent(directory, progress)
+    try:
+        record(torchrun.run)(options)
+    except ChildFailedError as error:
+        if not progress.stopping:
+            sys.stderr.write(f"{error}\n")
+        return 1
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    except (ValueError, AssertionError) as error:
+        if progress.started or os.environ.get("DIST_CKPT_DEBUG"):
+            raise
+        sys.stderr.write(f"dist-ckpt run: torchrun refused: {error}\n")
+        return 2
+    return 0
+
+
+@dataclass
+class _Progress:
+    started: bool = False  # workers were started at least once
+    asked_to_end: bool = False  # SIGTERM came before torch handled it
+    stopping: bool = False  # the job was asked to end, by the launcher or at its ranks
+
+
+def _usage_error(message: str) -> NoReturn:
+    sys.stderr.write(f"dist-ckpt run: {message}\nSee torchrun --help for its options.\n")
+    raise SystemExit(2)
+
+
+def _use_our_agent(directory: Path, progress: _Progress) -> None:
+    # torchrun takes no agent class; it looks this name up when it launches.
+    from torch.distributed.launcher import api  # noqa: PLC0415
+
+    base: Any = api.LocalElasticAgent  # type: ignore[attr-defined]
+
+    class StoppableAgent(base):  # type: ignore[misc]
+        """The agent of torchrun; a stop is final, and the end of each worker is written down."""
+
+        def _start_workers(self, worker_group: Any) -> Any:
+            if progress.asked_to_end:  # where the exception was swallowed
+                raise SystemExit(128 + signal.SIGTERM)
+            progress.started = True
+            with contextlib.suppress(OSError):
+                (directory / RESULT_NAME).unlink(missing_ok=True)
+            started = super()._start_workers(worker_group)
+            _give_time(self._pcontext, float(getattr(self, "_shutdown_timeout", 30)))
+            return started
+
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            # Looked at before torch sees that a worker has ended: it then sends SIGTERM to the
+            # others, and what they stop for is no wish to end the job.
+            progress.stopping |= stop_requested(directory) or any_stopped(
+                directory, set(self._pcontext.pids().values())
+            )
+            if progress.stopping:
+                self._remaining_restarts = 0
+            return super()._monitor_workers(worker_group)
+
+        def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+            try:
+                super()._shutdown(*args, **kwargs)
+            finally:
+                self._write_result()
+
+        def _write_result(self) -> None:
+            codes = {
+                str(worker.global_rank): code
+                for worker in self._worker_group.workers
+                if (code := _exit_code(self._pcontext, worker.local_rank)) is not None
+            }
+            with contextlib.suppress(OSError):
+                write_json(directory / RESULT_NAME, {"exit_codes": codes})
+
+    api.LocalElasticAgent = StoppableAgent  # type: ignore[attr-defined]
+
+
+def _give_time(context: Any, timeout_secs: float) -> None:
+    """Make the shutdown time that was set count on the path where a worker failed, too."""
+    original = context.close
+
+    def close(death_sig: Any = None, timeout: float = 30) -> None:
+        original(death_sig, max(timeout, timeout_secs))
+
+    context.close = close
+
+
+def _exit_code(context: Any, local_rank: int) -> int | None:
+    handlers = getattr(context, "subprocess_handlers", None)
+    if handlers is not None:
+        code = handlers[local_rank].proc.poll() if local_rank in handlers else None
+    else:  # --run-path: multiprocessing
+        processes = getattr(getattr(context, "_pc", None), "processes", ())
+        code = processes[local_rank].exitcode if local_rank < len(processes) else None
+    return None if code is None else int(code)
+
+
+def _clean_up_for_the_launcher(directory: Path) -> None:
+    """End what is left when the launcher is gone; workers that still write get their time."""
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    name = os.environ[LAUNCH_ID_ENV]
+    grace_secs = float(os.environ.get(SHUTDOWN_ENV, _LEFTOVER_SECS))
+    announced = read_announcements(directory)
+    end = time.monotonic() + (grace_secs if announced else _LEFTOVER_SECS)
+    for process in launched_as(name):
+        send_signal(process.pid, process.start_time, signal.SIGTERM)
+    while time.monotonic() < end and launched_as(name):
+        time.sleep(_POLL_SECS)
+    for process in launched_as(name):
+        send_signal(process.pid, process.start_time, signal.SIGKILL)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,318 @@
+"""bytes ↔ ``resume_point.json``, the file that names one resume point. Layer 1, pure: no I/O, no torch.
+
+The file says what ``.snapshot_metadata`` can't: the step, who wrote which file with which digests, identities, values
+that are the same on every rank, why it was written and after what. It is written last; without it there is no
+generation. It ends with a digest of all its own other bytes, white space included, so that a change anywhere shows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from dist_ckpt.errors import CorruptFileError, DigestMismatchError, FormatVersionError
+
+__all__ = [
+    "FORMAT",
+    "INDEX_NAME",
+    "RESUME_POINT_NAME",
+    "VERIFIED_NAME",
+    "VERSION",
+    "Canonical",
+    "ResumePoint",
+    "encode_resume_point",
+    "load_strict_json",
+    "parse_resume_point",
+    "shard_name",
+    "state_name",
+]
+
+FORMAT = "dist_ckpt.resume_point"
+VERSION = 1
+RESUME_POINT_NAME = "resume_point.json"
+INDEX_NAME = ".snapshot_metadata"
+VERIFIED_NAME = "verified.json"
+
+_FILE_NAME = re.compile(r"rank_\d{5,10}\.(shard|state)")
+_TAIL = re.compile(rb'"digest": "xxh3_128:([0-9a-f]{32})"\n}\n\Z')
+
+
+def shard_name(rank: int) -> str:
+    """Return the name of the file with a rank's parameters and moments."""
+    return f"rank_{rank:05d}.shard"
+
+
+def state_name(rank: int) -> str:
+    """Return the name of the file with everything else that a rank keeps."""
+    return f"rank_{rank:05d}.state"
+
+
+@dataclass(frozen=True, slots=True)
+class Canonical:
+    """How the canonical ``step_N.bin`` is made from a generation.
+
+    Attributes:
+        names: Parameters in the file's order, tied ones once.
+        num_params: Elements of all parameters together.
+        is_shard: Rank 0's shard already is the file, byte for byte.
+        refused: Why there can't be one, None where there can.
+        stateless: Parameters without moments; their m and v are zeros, and restore leaves them without state.
+    """
+
+    names: tuple[str, ...]
+    num_params: int
+    is_shard: bool
+    refused: str | None = None
+    stateless: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """One restorable instant of the whole job, on all ranks.
+
+    Attributes:
+        run: Name of the run.
+        step: Finished optimizer updates.
+        id: Random name of this very save (32 hex digits).
+        parent: ``{"step", "id"}`` of the resume point that this attempt last saved or resumed from.
+        attempt: Which lifetime of the job wrote it, counted from 1.
+        time: Seconds since the epoch when it was committed; for people, never used to order.
+        reasons: Why it was written: cadence, SIGUSR1, SIGTERM, last, save, …
+        world_size: Number of ranks that wrote it.
+        files: name → ``{"size_bytes", "piece_bytes", "pieces", "whole"}``, see docs/format.md.
+        index: ``{"size_bytes", "digest"}`` of ``.snapshot_metadata``.
+        canonical: How step_N.bin is made from it.
+        identity: Structure, configuration, data, code and versions.
+        shared: Tagged JSON of the values that are the same on every rank (rank 0's).
+        notes: Free facts for people and later commands (progress of the data, lineage, …).
+    """
+
+    run: str
+    step: int
+    id: str
+    parent: Mapping[str, Any] | None
+    attempt: int
+    time: float
+    reasons: tuple[str, ...]
+    world_size: int
+    files: Mapping[str, Mapping[str, Any]]
+    index: Mapping[str, Any]
+    canonical: Canonical
+    identity: Mapping[str, Any]
+    shared: Any
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all ranks' files together."""
+        return sum(int(record["size_bytes"]) for record in self.files.values())
+
+
+def encode_resume_point(point: ResumePoint) -> bytes:
+    """Return the bytes of ``resume_point.json``, its own digest included."""
+    canonical = point.canonical
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "run": point.run,
+        "step": point.step,
+        "id": point.id,
+        "parent": point.parent,
+        "attempt": point.attempt,
+        "time": point.time,
+        "reasons": list(point.reasons),
+        "world_size": point.world_size,
+        "files": point.files,
+        "index": point.index,
+        "canonical": {
+            "names": list(canonical.names),
+            "num_params": canonical.num_params,
+            "is_shard": canonical.is_shard,
+            "refused": canonical.refused,
+            "stateless": list(canonical.stateless),
+        },
+        "identity": point.identity,
+        "shared": point.shared,
+        "notes": point.notes,
+    }
+    text = json.dumps(body, allow_nan=False, indent=1)
+    head = (text[: text.rindex("\n}")] + ',\n "digest": "xxh3_128:').encode()
+    return head + _own_digest(head, b'"\n}\n').encode() + b'"\n}\n'
+
+
+def parse_resume_point(data: bytes, *, path: object) -> ResumePoint:
+    """Return what ``data`` says, after every check that the bytes alone allow.
+
+    Args:
+        data: The whole file.
+        path: Where it came from, for messages.
+
+    Raises:
+        CorruptFileError: Not the format: structure, types, names, numbers.
+        DigestMismatchError: The file's digest of itself doesn't match.
+        FormatVersionError: A later format version.
+    """
+    body = load_strict_json(data, path=path)
+    check = _Checker(body, path)
+    if body.get("format") != FORMAT:
+        raise CorruptFileError(
+            f"{path} isn't a resume point: format is {body.get('format')!r}, not {FORMAT!r}.",
+            next_step="Point at a generation that dist_ckpt wrote.",
+            path=str(path),
+        )
+    if body.get("version") != VERSION:
+        raise FormatVersionError(
+            f"{path} has format version {body.get('version')!r}; this dist_ckpt reads {VERSION}.",
+            next_step="Use the dist_ckpt version that wrote it, or a newer one.",
+            path=str(path),
+            expected=VERSION,
+            found=body.get("version"),
+        )
+    tail = _TAIL.search(data)
+    if tail is None:
+        raise check.fault("it doesn't end with its own digest")
+    found = _own_digest(data[: tail.start(1)], data[tail.end(1) :])
+    if found.encode() != tail.group(1):
+        raise DigestMismatchError(
+            f"{path} was changed after it was written: its bytes have digest {found}, "
+            f"it says {tail.group(1).decode()}.",
+            next_step="Use another generation; `dist-ckpt verify RUN` names the whole ones.",
+            path=str(path),
+            expected=tail.group(1).decode(),
+            found=found,
+        )
+    return _build(check)
+
+
+def _build(check: _Checker) -> ResumePoint:
+    canonical = _Checker(check.get("canonical", dict), check.path)
+    files = check.get("files", dict)
+    world_size = check.number("world_size", least=1)
+    wanted = {name(rank) for rank in range(world_size) for name in (shard_name, state_name)}
+    for name, record in files.items():
+        if not _FILE_NAME.fullmatch(name):
+            raise check.fault(f"the file name {name!r} isn't one of a generation")
+        _check_record(check, name, record, "whole")
+    if set(files) != wanted:
+        raise check.fault(f"it lists {len(files)} files where {world_size} ranks wrote {len(wanted)}")
+    index = check.get("index", dict)
+    _check_record(check, INDEX_NAME, index, "digest")
+    parent = check.body.get("parent")
+    if parent is not None and not isinstance(parent, dict):
+        raise check.fault("parent must be an object or null")
+    refused = canonical.body.get("refused")
+    return ResumePoint(
+        run=check.get("run", str),
+        step=check.number("step", least=0),
+        id=check.get("id", str),
+        parent=parent,
+        attempt=check.number("attempt", least=0),
+        time=float(check.get("time", int | float)),
+        reasons=check.strings("reasons"),
+        world_size=world_size,
+        files=files,
+        index=index,
+        canonical=Canonical(
+            names=canonical.strings("names"),
+            num_params=canonical.number("num_params", least=0),
+            is_shard=canonical.get("is_shard", bool),
+            refused=None if refused is None else canonical.get("refused", str),
+            stateless=canonical.strings("stateless"),
+        ),
+        identity=check.get("identity", dict),
+        shared=check.body.get("shared"),
+        notes=check.get("notes", dict),
+    )
+
+
+class _Checker:
+    """Reads typed fields of one JSON object, with an error that names file and field."""
+
+    def __init__(self, body: dict[str, Any], path: object) -> None:
+        self.body = body
+        self.path = path
+
+    def fault(self, what: str) -> CorruptFileError:
+        return CorruptFileError(
+            f"{self.path} isn't a whole resume point: {what}.",
+            next_step="Use another generation; `dist-ckpt verify RUN` names the whole ones.",
+            path=str(self.path),
+        )
+
+    def get(self, key: str, kind: Any) -> Any:
+        value = self.body.get(key)
+        # bool is an int to Python, but never where a number is meant here.
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise self.fault(f"{key!r} is missing or of the wrong type")
+        return value
+
+    def number(self, key: str, *, least: int) -> int:
+        value: int = self.get(key, int)
+        if value < least:
+            raise self.fault(f"{key!r} is {value}, below {least}")
+        return value
+
+    def strings(self, key: str) -> tuple[str, ...]:
+        values = self.get(key, list)
+        if not all(isinstance(value, str) for value in values):
+            raise self.fault(f"{key!r} must be a list of texts")
+        return tuple(values)
+
+
+def _check_record(check: _Checker, name: str, record: Any, digest_key: str) -> None:
+    size = record.get("size_bytes") if isinstance(record, dict) else None
+    digest = record.get(digest_key) if isinstance(record, dict) else None
+    if type(size) is not int or size < 0 or not isinstance(digest, str):
+        raise check.fault(f"the entry of {name!r} lacks its size or digest")
+
+
+def _own_digest(before: bytes, after: bytes) -> str:
+    digest = xxhash.xxh3_128(before)
+    digest.update(after)
+    return str(digest.hexdigest())
+
+
+def load_strict_json(data: bytes, *, path: object) -> dict[str, Any]:
+    """Return the JSON object in ``data``; UTF-8 only, no duplicate keys, no NaN, bounded depth.
+
+    Raises:
+        CorruptFileError: Anything else.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            raise ValueError("a key occurs twice")
+        return result
+
+    def refuse(name: str) -> float:
+        raise ValueError(f"{name} is not JSON")
+
+    try:
+        body = _decode(data, unique, refuse)
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(
+            f"{path} isn't readable JSON: {error}.",
+            next_step="Use another generation; `dist-ckpt verify RUN` names the whole ones.",
+            path=str(path),
+        ) from error
+    if not isinstance(body, dict):
+        raise CorruptFileError(
+            f"{path} holds a JSON {type(body).__name__} where an object is expected.",
+            next_step="Use another generation; `dist-ckpt verify RUN` names the whole ones.",
+            path=str(path),
+        )
+    return body
+
+
+def _decode(
+    data: bytes,
+    unique: Callable[[list[tuple[str, Any]]], dict[str, Any]],
+    refuse: Callable[[str], float],
+) -> Any:
+    return json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)

@@ -1,0 +1,151 @@
+"""One lifetime of the job in a run directory: its number, its lock, its files. Layer 6; opening is collective."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dist_ckpt import announce, storage
+from dist_ckpt.comm import Comm
+from dist_ckpt.errors import DistCkptError, StorageError
+from dist_ckpt.generations import GenerationStore
+from dist_ckpt.history import History, NullHistory, read_journal, run_name
+from dist_ckpt.storage import RunLock
+
+__all__ = ["Attempt", "open_attempt"]
+
+_RUN_FILE = "run.json"
+
+
+@dataclass
+class Attempt:
+    """An open run directory.
+
+    Attributes:
+        number: Counted from 1 over the life of the run.
+        name: The run's name.
+        nonce: Random text of this attempt, the same on every rank.
+        store: Its generations.
+        history: Its sidecars; a stand-in on other ranks than 0.
+        lock: Held by rank 0, None elsewhere.
+        removed: Temporary remains of earlier attempts that were removed.
+    """
+
+    number: int
+    name: str
+    nonce: str
+    store: GenerationStore
+    history: History | NullHistory
+    lock: RunLock | None
+    removed: tuple[str, ...] = ()
+
+    def check_lock(self) -> None:
+        """Return if the run directory is still this job's."""
+        if self.lock is not None:
+            self.lock.check()
+
+    def close(self) -> None:
+        """Close the files and let go of the lock."""
+        try:
+            self.history.close()
+        finally:
+            if self.lock is not None:
+                self.lock.release()
+
+
+def open_attempt(run_dir: Path, comm: Comm) -> Attempt:
+    """Return the run directory, made if need be, locked and cleaned; every rank sees the same one.
+
+    Collective, main thread.
+
+    Raises:
+        LockedError: Another process trains in it; the error names it.
+        StorageError: It can't be written, or another rank doesn't see it.
+    """
+    store = GenerationStore(run_dir)
+    with contextlib.ExitStack() as undo:
+
+        def start() -> tuple[RunLock, History, dict[str, Any], list[str]] | None:
+            return _start(run_dir, store, comm, undo) if comm.rank == 0 else None
+
+        started = comm.together("opening the run directory", start)
+        facts = json.loads(comm.broadcast(json.dumps(started[2]).encode() if started else None))
+        comm.together("looking for the run directory", lambda: _check_shared(run_dir, facts))
+        undo.pop_all()
+    return Attempt(
+        number=facts["attempt"],
+        name=facts["name"],
+        nonce=facts["nonce"],
+        store=store,
+        history=started[1] if started else NullHistory(),
+        lock=started[0] if started else None,
+        removed=tuple(started[3]) if started else (),
+    )
+
+
+def _start(
+    run_dir: Path, store: GenerationStore, comm: Comm, undo: contextlib.ExitStack
+) -> tuple[RunLock, History, dict[str, Any], list[str]]:
+    for directory in (run_dir, store.directory):
+        storage.make_dir(directory, exist_ok=True, parents=True)
+    name = run_name(run_dir)
+    holder = {
+        "pid": os.getpid(),
+        "start_time": announce.process_start_time(os.getpid()),
+        "host": socket.gethostname(),
+        "world_size": comm.world_size,
+        "started": time.time(),
+        "launch_id": announce.launch_id(),
+    }
+    lock = RunLock(run_dir / "run.lock")
+    lock.acquire(holder)
+    undo.callback(lock.release)
+    removed = store.clean()
+    facts = {**holder, "name": name, "attempt": _last_attempt(run_dir) + 1}
+    facts["nonce"] = secrets.token_hex(8)
+    history = History(run_dir, name, facts["attempt"])
+    undo.callback(history.close)
+    data = json.dumps(facts, allow_nan=False).encode()
+    storage.replace_durable(run_dir / _RUN_FILE, data)
+    history.journal.append(
+        "attempt_started",
+        pid=holder["pid"],
+        host=holder["host"],
+        world_size=comm.world_size,
+        launch_id=holder["launch_id"],
+    )
+    if removed:
+        history.journal.append("cleaned", removed=removed)
+    return lock, history, facts, removed
+
+
+def _last_attempt(run_dir: Path) -> int:
+    attempts = [0]
+    with contextlib.suppress(DistCkptError, ValueError, TypeError, KeyError):
+        body = json.loads(storage.read_file(run_dir / _RUN_FILE, limit_bytes=1 << 20))
+        attempts.append(int(body["attempt"]))
+    with contextlib.suppress(DistCkptError):
+        attempts += [event["attempt"] or 0 for event in read_journal(run_dir)]
+    return max(attempts)
+
+
+def _check_shared(run_dir: Path, facts: dict[str, Any]) -> None:
+    """Every rank must see what rank 0 has just written, or shards would end up on several disks."""
+    with contextlib.suppress(DistCkptError, ValueError):
+        body = json.loads(storage.read_file(run_dir / _RUN_FILE, limit_bytes=1 << 20))
+        if body.get("nonce") == facts["nonce"]:
+            return
+    raise StorageError(
+        f"{run_dir} on {socket.gethostname()} isn't the directory that rank 0 sees on "
+        f"{facts['host']}.",
+        next_step="Put the run directory on a file system that all hosts share.",
+        path=str(run_dir),
+        operation="read",
+    )

@@ -1,0 +1,345 @@
+"""One save from the arena to a verified generation, on the background thread of every rank. Layer 6.
+
+    prepare (space, directory) → every rank writes and syncs its two files → rank 0 commits → told to all
+      → every rank reads another rank's files back → rank 0 marks it verified → export → retention
+
+Reports and outcomes go through the store, never through a collective: the training thread has those.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from dist_ckpt import storage
+from dist_ckpt.comm import Comm
+from dist_ckpt.errors import DistCkptError, SaveFailedError
+from dist_ckpt.export import export_bin
+from dist_ckpt.generations import GenerationStore, Retention, plan_retention
+from dist_ckpt.layout import Layout
+from dist_ckpt.resume_point import ResumePoint, shard_name, state_name
+from dist_ckpt.snapshot_index import encode_name
+from dist_ckpt.staging import Staged
+from dist_ckpt.storage import PIECE_BYTES, FileDigest
+
+__all__ = ["Job", "Outcome", "Saves", "finish_generation", "run_job", "tidy"]
+
+#: What reading back costs beside writing (facts.md); only used to tell whether the deadline leaves time for it.
+_VERIFY_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class Job:
+    """One save, staged.
+
+    Attributes:
+        step: Finished updates.
+        id: Name of this save, the same on every rank.
+        reasons: Why it is made.
+        staged: The bytes; None where staging failed on this rank.
+        layout: Who writes what.
+        fault: Why staging failed on this rank.
+        index: Bytes of ``.snapshot_metadata``.
+        deadline: time.monotonic() by which a stop must be over; None for no hurry.
+        point: Makes the resume point of ``files`` (name → digest as JSON) and ``notes``; rank 0.
+    """
+
+    step: int
+    id: str
+    reasons: tuple[str, ...]
+    staged: Staged | None
+    layout: Layout | None
+    fault: str | None
+    index: bytes
+    deadline: float | None
+    point: Callable[[Mapping[str, Any], Mapping[str, Any]], ResumePoint]
+    blocked_secs: float = 0.0
+
+
+@dataclass(frozen=True)
+class Saves:
+    """What every job needs; the same for the whole attempt."""
+
+    comm: Comm
+    store: GenerationStore
+    journal: Callable[..., None]
+    sync_history: Callable[[], None]
+    check_lock: Callable[[], None]
+    retention: Retention
+    export: str
+    export_copy: bool
+    reserve_bytes: int
+    timeout_secs: float
+    say: Callable[[str], None]
+    warn: Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What every rank knows of a committed job.
+
+    Attributes:
+        finish: The deadline leaves time to read back and export.
+        content: Digest of weights and optimizer state of all ranks, to notice a save that repeats its parent.
+    """
+
+    finish: bool
+    content: str
+
+
+def run_job(saves: Saves, job: Job) -> Outcome:
+    """Have a committed generation, or nothing at all.
+
+    Args:
+        saves: The attempt's frame.
+        job: What to save.
+
+    Raises:
+        SaveFailedError: A rank failed; it is named, nothing of the save is left, earlier generations are untouched.
+        JobError: The ranks lost each other.
+    """
+    comm = saves.comm
+    started = time.monotonic()
+    temporary: Path | None = None
+    try:
+        prepared = json.loads(
+            comm.exchange(
+                f"prepare {job.id}", _first_report(saves, job), lambda all_: _prepare(saves, job, all_)
+            )
+        )
+        _raise_errors(job, prepared["errors"])
+        temporary = saves.store.directory / prepared["directory"]
+        report = _write(saves, job, temporary)
+        decided = json.loads(
+            comm.exchange(
+                f"commit {job.id}",
+                report,
+                lambda all_: _commit(saves, job, Path(temporary or ""), all_, started),
+            )
+        )
+        _raise_errors(job, decided["errors"])
+    except BaseException:
+        if comm.rank == 0 and temporary is not None:
+            saves.store.abort(temporary)
+        raise
+    return Outcome(finish=decided["finish"], content=decided["content"])
+
+
+def _first_report(saves: Saves, job: Job) -> bytes:
+    fault = job.fault
+    if job.staged is not None and fault is None:
+        try:
+            job.staged.wait(saves.timeout_secs)
+        except DistCkptError as error:
+            fault = str(error)
+    num_bytes = job.staged.shard_bytes + job.staged.state_bytes if job.staged else 0
+    return json.dumps({"error": fault, "num_bytes": num_bytes}).encode()
+
+
+def _prepare(saves: Saves, job: Job, reports: list[bytes]) -> bytes:
+    """Rank 0: have space and a directory, or say why not."""
+    parsed = [json.loads(report) for report in reports]
+    errors = {str(r): p["error"] for r, p in enumerate(parsed) if p["error"] is not None}
+    directory = ""
+    if not errors and job.layout is not None:
+        need = sum(p["num_bytes"] for p in parsed) + len(job.index) + (1 << 20)
+        canonical = job.layout.canonical
+        if saves.export != "never" and canonical.refused is None:
+            if not canonical.is_shard or saves.export_copy:
+                need += 8 + 12 * canonical.num_params
+        try:
+            saves.check_lock()
+            storage.check_space(saves.store.run_dir, need, saves.reserve_bytes)
+            directory = saves.store.prepare(job.step, job.id[:8]).name
+        except (DistCkptError, OSError) as error:
+            errors["0"] = str(error)
+    return json.dumps({"errors": errors, "directory": directory}).encode()
+
+
+def _write(saves: Saves, job: Job, directory: Path) -> bytes:
+    """Write and sync this rank's files; return its report: digests, or what went wrong."""
+    staged, rank = job.staged, saves.comm.rank
+    if staged is None:
+        return json.dumps({"error": job.fault or "nothing was staged", "files": {}}).encode()
+    try:
+        files = {
+            shard_name(rank): storage.write_shard(
+                directory / shard_name(rank), staged.shard, staged.shard_bytes
+            ),
+            state_name(rank): storage.write_shard(
+                directory / state_name(rank), staged.state, staged.state_bytes
+            ),
+        }
+        storage.sync_dir(directory)
+    except (DistCkptError, OSError) as error:
+        return json.dumps({"error": str(error), "files": {}}).encode()
+    body = {
+        "error": None,
+        "files": {name: digest.to_json() for name, digest in files.items()},
+        "content": _content(staged, files[shard_name(rank)]),
+    }
+    return json.dumps(body).encode()
+
+
+def _content(staged: Staged, digest: FileDigest) -> str:
+    """Return a digest of weights and optimizer state alone, without the step in the header."""
+    found = xxhash.xxh3_128(staged.shard[staged.header_bytes : min(PIECE_BYTES, staged.shard_bytes)])
+    found.update("".join(digest.pieces[1:]).encode())
+    found.update(staged.state[: staged.optimizer_bytes])
+    return str(found.hexdigest())
+
+
+def _commit(
+    saves: Saves,
+    job: Job,
+    temporary: Path,
+    reports: list[bytes],
+    started: float,
+) -> bytes:
+    """Rank 0: the decision over all ranks' reports; makes the generation or says why not."""
+    parsed = [json.loads(report) for report in reports]
+    errors = {str(r): p["error"] for r, p in enumerate(parsed) if p["error"] is not None}
+    finish, contents = True, ""
+    if not errors:
+        files = {name: record for p in parsed for name, record in p["files"].items()}
+        contents = xxhash.xxh3_128("".join(p["content"] for p in parsed).encode()).hexdigest()
+        point = job.point(files, {"content": contents})
+        try:
+            saves.sync_history()
+            saves.check_lock()
+            saves.store.commit(temporary, point, job.index)
+        except (DistCkptError, OSError) as error:
+            errors["0"] = str(error)
+        else:
+            took = time.monotonic() - started
+            finish = _leaves_time(job, took)
+            saves.journal(
+                "saved",
+                step=job.step,
+                id=job.id,
+                reasons=list(job.reasons),
+                bytes=point.num_bytes,
+                blocked_secs=round(job.blocked_secs, 6),
+                durable_secs=round(took, 6),
+            )
+            saves.say(f"step {job.step} saved ({', '.join(job.reasons)})")
+            _say_stale(saves, job, point, contents)
+    return json.dumps({"errors": errors, "finish": finish, "content": contents}).encode()
+
+
+def _say_stale(saves: Saves, job: Job, point: ResumePoint, content: str) -> None:
+    """Case 42: a step moved, but not one bit of weights and optimizer state did."""
+    parent = point.notes.get("parent_content")
+    if parent == content and point.parent and point.parent["step"] != job.step:
+        saves.journal("stale", step=job.step, parent=point.parent["step"])
+        saves.warn(
+            f"step {job.step}: weights and optimizer state are bit-identical to step "
+            f"{point.parent['step']}. Is the optimizer stepping?"
+        )
+
+
+def _leaves_time(job: Job, took: float) -> bool:
+    return job.deadline is None or time.monotonic() + took * _VERIFY_SHARE < job.deadline
+
+
+def _raise_errors(job: Job, errors: Mapping[str, str]) -> None:
+    if errors:
+        text = "; ".join(f"rank {rank}: {error}" for rank, error in errors.items())
+        raise SaveFailedError(
+            f"Step {job.step} was not saved. {text}",
+            next_step="Earlier generations are untouched; the next save tries again.",
+            step=job.step,
+            cause=dict(errors),
+        )
+
+
+def finish_generation(saves: Saves, step: int, id_: str, *, answered_signal: bool) -> bool:
+    """Read a committed generation back, export it, retire old ones; return whether it is verified.
+
+    Every rank reads the files of the next rank (its own when alone) past the page cache. A generation that
+    doesn't read back whole is set aside and the run goes on with the one before.
+    """
+    comm, store = saves.comm, saves.store
+    error = None
+    try:
+        point = store.manifest(step)
+        other = (comm.rank + 1) % point.world_size
+        store.verify(point, names=(shard_name(other), state_name(other)))
+    except (DistCkptError, OSError) as caught:
+        error = str(caught)
+
+    def conclude(reports: list[bytes]) -> bytes:
+        errors = {
+            str(rank): text
+            for rank, text in enumerate(json.loads(report) for report in reports)
+            if text is not None
+        }
+        if errors:
+            where = store.set_aside(step, f"faulty_{step:06d}")
+            saves.journal("faulty", step=step, errors=errors, moved_to=str(where.parent.name))
+            saves.warn(f"step {step} didn't read back whole and was set aside: {errors}")
+        else:
+            store.mark_verified(step, "read back")
+            saves.journal("verified", step=step)
+        return json.dumps(not errors).encode()
+
+    report = json.dumps(error).encode()
+    verified: bool = json.loads(comm.exchange(f"verify {id_}", report, conclude))
+    if verified and comm.rank == 0:
+        tidy(saves, step, answered_signal=answered_signal)
+    return verified
+
+
+def tidy(saves: Saves, step: int, *, answered_signal: bool) -> None:
+    """Rank 0: export what lacks its .bin, retire what retention lets go. Faults are said, not raised."""
+    if saves.export == "always" or (saves.export == "signal" and answered_signal):
+        _export(saves, step)
+    try:
+        _retire(saves)
+    except (DistCkptError, OSError) as error:
+        saves.journal("retire_failed", step=step, error=str(error))
+        saves.warn(f"old generations could not be retired: {error}")
+
+
+def _export(saves: Saves, step: int) -> None:
+    store = saves.store
+    try:
+        point = store.manifest(step)
+        if point.canonical.refused is not None:
+            return
+        how = export_bin(store, point, copy=saves.export_copy)
+        if how != "there":
+            saves.journal("exported", step=step, file=store.bin_path(step).name, how=how)
+    except (DistCkptError, OSError) as error:
+        saves.journal("export_failed", step=step, error=str(error))
+        saves.warn(f"step {step} has no .bin yet, it is tried again at the next start: {error}")
+
+
+def _retire(saves: Saves) -> None:
+    store = saves.store
+    verified = [step for step in store.steps() if store.verified_at(step) is not None]
+    kept = plan_retention(verified, pinned=store.pins(), retention=saves.retention)
+    for step in verified:
+        if step not in kept:
+            store.retire(step)
+            saves.journal("retired", step=step)
+    if saves.retention.keep_bins is not None:
+        keep = sorted(kept)[len(kept) - saves.retention.keep_bins :]
+        for step in sorted(kept):
+            if step not in keep and storage.exists(store.bin_path(step)):
+                store.drop_bin(step)
+                saves.journal("bin_retired", step=step)
+
+
+def index_aliases(aliases: Mapping[str, str]) -> dict[str, str]:
+    """Return further keys of tied parameters as the index wants them."""
+    return {
+        f"model/{encode_name(alias)}": f"model/{encode_name(name)}"
+        for alias, name in aliases.items()
+    }

@@ -1,0 +1,104 @@
+"""What the body of a step recorded, kept until it can be written without making the device wait. Layer 6."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dist_ckpt.comm import Comm
+from dist_ckpt.errors import UsageError
+from dist_ckpt.history import History, NullHistory
+
+__all__ = ["Losses"]
+
+
+@dataclass
+class _Entry:
+    step: int
+    loss: Any = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    samples: list[tuple[str, Any]] = field(default_factory=list)
+
+
+class Losses:
+    """Entries of at most two steps: the one being made and, on a device, the one before.
+
+    Args:
+        history: Where they go.
+        comm: For the mean over ranks.
+        mean: Log the mean of all ranks' losses instead of rank 0's.
+    """
+
+    def __init__(self, history: History | NullHistory, comm: Comm, *, mean: bool) -> None:
+        self._history = history
+        self._comm = comm
+        self._mean = mean
+        self._pending: list[_Entry] = []
+
+    def record(self, step: int, loss: Any, metrics: Mapping[str, Any]) -> None:
+        """Keep detached copies; a later call in the same body adds to them."""
+        entry = self._entry(step)
+        if loss is not None:
+            entry.loss = _keep("loss", loss)
+        entry.metrics.update({name: _keep(name, value) for name, value in metrics.items()})
+
+    def sample(self, step: int, text: str, loss: Any) -> None:
+        """Keep an audit sample of this step."""
+        self._entry(step).samples.append((text, None if loss is None else _keep("loss", loss)))
+
+    def flush(self, *, before: int | None = None) -> None:
+        """Write what is there: all of it, or only what doesn't make the device wait.
+
+        Collective where the mean is logged.
+
+        Args:
+            before: Entries from this step on stay if they lie on a device; None writes everything.
+        """
+        while self._pending:
+            entry = self._pending[0]
+            if before is not None and entry.step >= before and _on_device(entry):
+                return
+            self._pending.pop(0)
+            loss = None if entry.loss is None else float(entry.loss)
+            if self._mean and loss is not None:
+                loss = self._comm.mean(loss)
+            metrics = {name: _plain(value) for name, value in entry.metrics.items()}
+            self._history.record(entry.step, loss, metrics)
+            for text, sample_loss in entry.samples:
+                number = loss if sample_loss is None else float(sample_loss)
+                self._history.sample(entry.step, text, number)
+
+    def _entry(self, step: int) -> _Entry:
+        if not self._pending or self._pending[-1].step != step:
+            self._pending.append(_Entry(step))
+        return self._pending[-1]
+
+
+def _on_device(entry: _Entry) -> bool:
+    values = [entry.loss, *entry.metrics.values(), *(loss for _, loss in entry.samples)]
+    return any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in values)
+
+
+def _keep(name: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise UsageError(
+                f"{name} is a tensor of shape {list(value.shape)}.",
+                next_step="Record one number; take the mean first.",
+            )
+        return value.detach().clone()
+    try:
+        float(value)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{name} is a {type(value).__name__}, not a number.",
+            next_step="Record numbers or tensors of one element.",
+        ) from error
+    return value
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else value

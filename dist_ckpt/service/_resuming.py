@@ -1,0 +1,187 @@
+"""The start of an attempt: which resume point, whether it is this run's, what is set aside. Layer 6, collective."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dist_ckpt import identity
+from dist_ckpt.capture import Captured
+from dist_ckpt.comm import Comm
+from dist_ckpt.errors import NotFoundError, UsageError
+from dist_ckpt.resume import Resumed, restore_newest
+from dist_ckpt.resume_point import ResumePoint
+from dist_ckpt.service._attempt import Attempt
+from dist_ckpt.service._settings import Settings
+from dist_ckpt.service._voice import Voice
+
+__all__ = ["Start", "start_run"]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where an attempt begins.
+
+    Attributes:
+        resumed: The resume point, None at a fresh start.
+        identity: What this attempt's resume points say of structure, configuration, data, code and versions.
+        parent: ``{"step", "id", "content"}`` of the resume point.
+        unverified: The resume point has not been read back as a whole yet.
+    """
+
+    resumed: Resumed | None
+    identity: Mapping[str, Any]
+    parent: Mapping[str, Any] | None
+    unverified: bool
+
+
+def start_run(
+    attempt: Attempt,
+    comm: Comm,
+    captured: Captured,
+    settings: Settings,
+    voice: Voice,
+    data: Any,
+    generators: Mapping[str, Any],
+) -> Start:
+    """Restore the newest usable generation, or the one asked for; journal what was found and done."""
+    rewind_to = _rewind_to(settings)
+    found = comm.together("looking at the data", lambda: _describe(comm, captured, settings, data))
+    for note in found.notes:
+        voice.say(note)
+        attempt.history.journal.append("note", text=note)
+    admitted: list[Any] = []
+
+    def admit(point: ResumePoint) -> None:
+        admitted[:] = identity.check(
+            point.identity, found.facts, accept=settings.accepted, strict=settings.strict
+        )
+
+    comm.together("settings", lambda: _check_settings(attempt, comm, settings, rewind_to))
+    resumed = restore_newest(
+        attempt.store,
+        comm,
+        captured,
+        admit=admit,
+        accept=settings.accepted,
+        omit=settings.omitted,
+        generators=generators,
+        only=rewind_to,
+    )
+    facts = json.loads(comm.broadcast(json.dumps(found.facts).encode() if comm.rank == 0 else None))
+    unverified = False
+    if comm.rank == 0:
+        comparable = _report(attempt, resumed, admitted, comm, voice)
+        if rewind_to is not None:
+            _rewind(attempt, rewind_to, voice)
+        attempt.history.begin(resumed.step if resumed else None, comparable=comparable)
+        unverified = resumed is not None and attempt.store.verified_at(resumed.step) is None
+    unverified = bool(comm.agree([unverified])[0])
+    return Start(resumed, facts, _parent(resumed), unverified)
+
+
+def _rewind_to(settings: Settings) -> int | None:
+    if not isinstance(settings.resume, int):
+        return None
+    # A restart of the same launch has gone back already; going back again would lose its work.
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return None if restarts not in ("", "0") else settings.resume
+
+
+@dataclass(frozen=True)
+class _Found:
+    facts: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+
+def _describe(comm: Comm, captured: Captured, settings: Settings, data: Any) -> _Found:
+    if comm.rank != 0:
+        return _Found({}, ())
+    described = identity.describe(
+        structure=captured.structure(),
+        config=settings.config,
+        config_ignore=settings.config_ignore,
+        data=data,
+        data_id=settings.data_id,
+    )
+    return _Found(described.facts, tuple(described.notes))
+
+
+def _check_settings(
+    attempt: Attempt, comm: Comm, settings: Settings, rewind_to: int | None
+) -> None:
+    if comm.rank != 0:
+        return
+    steps = attempt.store.steps()
+    if settings.resume == "never" and steps:
+        raise UsageError(
+            f"resume='never', but {attempt.store.run_dir} has generations up to step {steps[-1]}.",
+            next_step="Use another run directory, or resume='auto'.",
+            path=str(attempt.store.run_dir),
+        )
+    if rewind_to is not None and rewind_to not in steps:
+        raise NotFoundError(
+            f"There is no generation of step {rewind_to} to go back to.",
+            next_step=f"There are: {', '.join(map(str, steps)) or 'none'}.",
+            step=rewind_to,
+        )
+
+
+def _report(
+    attempt: Attempt, resumed: Resumed | None, admitted: list[Any], comm: Comm, voice: Voice
+) -> bool:
+    """Rank 0: say, journal and set aside; return whether replayed losses must be bit-equal."""
+    journal, store = attempt.history.journal, attempt.store
+    for name in attempt.removed:
+        voice.say(f"removed {name}, left by an interrupted save")
+    if resumed is None:
+        journal.append("fresh_start", step=0)
+        voice.say("starts at step 0")
+        return True
+    for fault in resumed.skipped:
+        where = store.set_aside(fault.step, f"faulty_{fault.step:06d}")
+        journal.append(
+            "skipped", step=fault.step, id=fault.id, reason=fault.reason, moved_to=where.parent.name
+        )
+        voice.warn(
+            f"step {fault.step} can't be used and was moved to archive/{where.parent.name}: "
+            f"{fault.reason}"
+        )
+    differences = [str(difference) for difference in admitted]
+    for text in differences:
+        voice.warn(f"accepted: {text}")
+    journal.append(
+        "resumed",
+        step=resumed.step,
+        id=resumed.point.id,
+        world_size=comm.world_size,
+        saved_world_size=resumed.point.world_size,
+        accepted=differences,
+        notes=list(resumed.notes),
+    )
+    voice.say(f"resumed from step {resumed.step}")
+    for note in resumed.notes:
+        voice.say(note)
+    return not differences and resumed.point.world_size == comm.world_size
+
+
+def _rewind(attempt: Attempt, step: int, voice: Voice) -> None:
+    """Set later generations aside and make the history end at ``step``."""
+    later = [other for other in attempt.store.steps() if other > step]
+    for other in later:
+        attempt.store.set_aside(other, f"rewind_to_{step:06d}")
+    attempt.history.cut(step)
+    attempt.history.journal.append("rewound", step=step, set_aside=later)
+    voice.say(f"went back to step {step}; {len(later)} later generations are in archive/")
+
+
+def _parent(resumed: Resumed | None) -> Mapping[str, Any] | None:
+    if resumed is None:
+        return None
+    point = resumed.point
+    return {"step": point.step, "id": point.id, "content": point.notes.get("content")}
+
+

@@ -1,0 +1,91 @@
+"""What a user may set, checked before anything is touched. Pure, but for the environment it reads once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from dist_ckpt.errors import SettingError
+from dist_ckpt.generations import Retention
+
+__all__ = ["Export", "Reduce", "Resume", "Settings", "SigUsr1"]
+
+Export = Literal["always", "signal", "never"]
+SigUsr1 = Literal["now", "boundary"]
+Reduce = Literal["rank0", "mean"]
+Resume = Literal["auto", "never"] | int
+
+_ACCEPT_VARIABLE = "DIST_CKPT_ACCEPT"
+_OMIT_VARIABLE = "DIST_CKPT_OMIT_RESTORE"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything about a run's saves that isn't state; see ``Checkpointer`` for the meaning of each."""
+
+    every: int = 100
+    retention: Retention = field(default_factory=Retention)
+    resume: Resume = "auto"
+    export: Export = "always"
+    export_copy: bool = False
+    sigusr1: SigUsr1 = "now"
+    timeout_secs: float = 600.0
+    deadline_secs: float = 25.0
+    reserve_bytes: int = 0
+    signals: Collection[signal.Signals] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    stop_exit_code: int = 0
+    reduce: Reduce = "rank0"
+    accept: Collection[str] = ()
+    strict: bool = False
+    config: Mapping[str, Any] | None = None
+    config_ignore: Collection[str] = ()
+    data_id: str | None = None
+    omit: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse settings that can't be meant, by name."""
+        self._whole("every", least=1)
+        self._whole("reserve_bytes", least=0)
+        self._whole("stop_exit_code", least=0, most=255)
+        for name in ("timeout_secs", "deadline_secs"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+                raise _refuse(name, value, "a number of seconds above 0")
+        for name, kind in (("export", Export), ("sigusr1", SigUsr1), ("reduce", Reduce)):
+            if getattr(self, name) not in get_args(kind):
+                raise _refuse(name, getattr(self, name), f"one of {', '.join(get_args(kind))}")
+        is_step = type(self.resume) is int and self.resume >= 0
+        if not is_step and self.resume not in ("auto", "never"):
+            raise _refuse("resume", self.resume, "'auto', 'never' or a step number")
+
+    def _whole(self, name: str, *, least: int, most: int | None = None) -> None:
+        value = getattr(self, name)
+        if type(value) is not int or value < least or (most is not None and value > most):
+            upper = "up" if most is None else f"to {most}"
+            raise _refuse(name, value, f"a whole number from {least} {upper}")
+
+    @property
+    def accepted(self) -> frozenset[str]:
+        """Words that accept a difference, from the call and from the environment."""
+        return frozenset(self.accept) | _words(_ACCEPT_VARIABLE)
+
+    @property
+    def omitted(self) -> frozenset[str]:
+        """Parts that a proof's negative control leaves out of the restore."""
+        return frozenset(self.omit) | _words(_OMIT_VARIABLE)
+
+
+def _words(variable: str) -> frozenset[str]:
+    return frozenset(word.strip() for word in os.environ.get(variable, "").split(",") if word.strip())
+
+
+def _refuse(name: str, found: object, wanted: str) -> SettingError:
+    return SettingError(
+        f"{name}={found!r} isn't {wanted}.",
+        next_step=f"Give {name} {wanted}.",
+        setting=name,
+        found=repr(found),
+    )

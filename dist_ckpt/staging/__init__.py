@@ -1,0 +1,28 @@
+"""The arena: one instant copied, overlapped where it can be, fenced before the optimizer's next update. Layer 3."""
+
+from dist_ckpt.staging._arena import RankValues, Staged, Staging, torch_dtype
+from dist_ckpt.staging._overlap import CudaStreams, Overlap, Streams
+from dist_ckpt.staging._state_file import (
+    TAIL_BYTES,
+    OwnTensor,
+    StateTail,
+    encode_tail,
+    parse_tail,
+    tail_start,
+)
+
+__all__ = [
+    "TAIL_BYTES",
+    "CudaStreams",
+    "Overlap",
+    "OwnTensor",
+    "RankValues",
+    "Staged",
+    "Staging",
+    "StateTail",
+    "Streams",
+    "encode_tail",
+    "parse_tail",
+    "tail_start",
+    "torch_dtype",
+]

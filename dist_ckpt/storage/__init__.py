@@ -1,0 +1,73 @@
+"""The only place that opens, syncs, renames or deletes files of a run. Layer 2, I/O.
+
+All system calls go through one seam, ``Ops``, which tests replace to record operations and to
+inject faults. Errors of the system become named errors with path, operation and number. All new
+files are private to the user.
+"""
+
+from __future__ import annotations
+
+from dist_ckpt.storage._append import AppendFile
+from dist_ckpt.storage._arena import Arena
+from dist_ckpt.storage._digest import FileDigest, digest_bytes
+from dist_ckpt.storage._link import link_or_copy
+from dist_ckpt.storage._lock import RunLock, lock_holder
+from dist_ckpt.storage._names import (
+    exists,
+    file_size,
+    is_dir,
+    list_names,
+    lstat,
+    make_dir,
+    remove_tree,
+    rename,
+    rename_durable,
+    sync_dir,
+    unlink,
+)
+from dist_ckpt.storage._ops import PAGE_BYTES, PIECE_BYTES, Ops, get_ops, round_up, use_ops
+from dist_ckpt.storage._read import Segment, read_segments
+from dist_ckpt.storage._shard import write_shard
+from dist_ckpt.storage._small import read_file, replace_durable, write_durable
+from dist_ckpt.storage._space import check_space, free_bytes
+from dist_ckpt.storage._stream import StreamWriter
+from dist_ckpt.storage._verify import map_file, sha256_file, verify_file
+
+__all__ = [
+    "PAGE_BYTES",
+    "PIECE_BYTES",
+    "AppendFile",
+    "Arena",
+    "FileDigest",
+    "Ops",
+    "RunLock",
+    "Segment",
+    "StreamWriter",
+    "check_space",
+    "digest_bytes",
+    "exists",
+    "file_size",
+    "free_bytes",
+    "get_ops",
+    "is_dir",
+    "link_or_copy",
+    "list_names",
+    "lock_holder",
+    "lstat",
+    "make_dir",
+    "map_file",
+    "read_file",
+    "read_segments",
+    "remove_tree",
+    "rename",
+    "rename_durable",
+    "replace_durable",
+    "round_up",
+    "sha256_file",
+    "sync_dir",
+    "unlink",
+    "use_ops",
+    "verify_file",
+    "write_durable",
+    "write_shard",
+]

@@ -1,0 +1,183 @@
+"""A file that grows at its end: journal, metrics, loss. Layer 2, I/O."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from dist_ckpt.errors import StorageError, UsageError
+from dist_ckpt.storage._files import progress, require_regular
+from dist_ckpt.storage._guard import guard, named
+from dist_ckpt.storage._names import sync_dir
+from dist_ckpt.storage._ops import get_ops
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+    from dist_ckpt.storage._types import Bytes, Path
+
+# Not O_APPEND: Linux ignores pwrite's offset there, and the closing bracket has to be written over.
+_OPEN: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+class AppendFile:
+    """A file with one writer that appends; made, with its name durable, where it doesn't exist.
+
+    ``append``, ``overwrite_tail`` and ``truncate`` belong to one thread at a time; ``sync`` and
+    ``close`` may be called from others meanwhile.
+
+    Args:
+        path: The file; its parent exists.
+        mode: Permission bits of a new file.
+
+    Raises:
+        StorageError: The system refused.
+        ForeignFileError: Not a regular file, or a symbolic link.
+    """
+
+    def __init__(self, path: Path, mode: int = 0o600) -> None:
+        self.path: str = os.fspath(path)
+        self._closing = threading.Lock()
+        self._fd: int | None = None
+        self._size: int = 0
+        self.created: bool = self._open(mode)
+        if self.created:
+            try:
+                sync_dir(os.path.dirname(self.path) or ".")
+            except BaseException:
+                self.close()
+                raise
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file, all that was appended included."""
+        return self._size
+
+    def append(self, data: Bytes) -> None:
+        """Return when ``data`` stands at the end of the file, not yet durable.
+
+        Raises:
+            StorageError: The system refused; the file ends where it ended before, as far as the
+                system lets it be cut.
+            UsageError: The file is closed.
+        """
+        self._write(self._size, data)
+
+    def overwrite_tail(self, offset: int, data: Bytes) -> None:
+        """Return when the file is its first ``offset`` bytes and then ``data``, not yet durable.
+
+        A crash, or an error, may leave a part of ``data`` over the old tail.
+
+        Raises:
+            StorageError: The system refused; the file ends at ``offset``, as far as the system lets
+                it be cut.
+            UsageError: ``offset`` lies outside the file, or the file is closed.
+        """
+        if not 0 <= offset <= self._size:
+            msg = (
+                f"{self.path} has {self._size:,} bytes: nothing can be written over at {offset:,}."
+            )
+            raise UsageError(msg, next_step="Give an offset inside the file.", path=self.path)
+        before = self._size
+        self._write(offset, data)
+        if self._size < before:
+            self.truncate(self._size)
+
+    def truncate(self, size_bytes: int) -> None:
+        """Return when the file has its first ``size_bytes`` bytes only, not yet durable.
+
+        Raises:
+            StorageError: The system refused.
+            UsageError: The file is shorter, or closed.
+        """
+        if not 0 <= size_bytes <= self._size:
+            msg = f"{self.path} has {self._size:,} bytes: it can't be cut to {size_bytes:,}."
+            raise UsageError(msg, next_step="Give a size inside the file.", path=self.path)
+        with guard("truncate", self.path):
+            get_ops().ftruncate(self._open_fd(), size_bytes)
+        self._size = size_bytes
+
+    def sync(self) -> None:
+        """Return when all that was appended before the call is durable.
+
+        Any thread; lets go of the GIL.
+
+        Raises:
+            StorageError: The system refused; not tried again. What was appended since the last sync
+                may be lost.
+            UsageError: The file is closed.
+        """
+        with self._closing:  # the descriptor's number may be another file's once it is closed
+            fd = self._open_fd()
+            with guard("sync", self.path):
+                get_ops().fdatasync(fd)
+
+    def close(self) -> None:
+        """Give the descriptor back, without a sync. Twice does no harm."""
+        with self._closing:
+            fd, self._fd = self._fd, None
+            if fd is not None:
+                with guard("close", self.path):
+                    get_ops().close(fd)
+
+    def __enter__(self) -> Self:
+        """Return the file itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the file."""
+        self.close()
+
+    def _open(self, mode: int) -> bool:
+        """Open the file and return whether it was made just now."""
+        ops = get_ops()
+        with guard("open", self.path, creating=True):
+            try:
+                self._fd = ops.open(self.path, _OPEN | os.O_CREAT | os.O_EXCL, mode)
+                created = True
+            except FileExistsError:
+                self._fd = ops.open(self.path, _OPEN)
+                created = False
+        try:
+            with guard("look at", self.path):
+                status = ops.fstat(self._fd)
+            require_regular(status, self.path)
+        except BaseException:
+            self.close()
+            raise
+        self._size = status.st_size
+        return created
+
+    def _open_fd(self) -> int:
+        if self._fd is None:
+            msg = f"{self.path} is closed."
+            raise UsageError(msg, next_step="Open it again.", path=self.path)
+        return self._fd
+
+    def _write(self, offset: int, data: Bytes) -> None:
+        # No context manager on this path: it runs at every step of the training.
+        fd = self._open_fd()
+        ops = get_ops()
+        total = len(data)
+        done = 0
+        try:
+            done = ops.pwrite(fd, data, offset)
+            while done < total:
+                more = ops.pwrite(fd, memoryview(data)[done:], offset + done)
+                done += progress(more, self.path)
+        except OSError as error:
+            with suppress(OSError):
+                ops.ftruncate(fd, offset)
+            self._size = offset
+            if isinstance(error, StorageError):
+                raise
+            raise named(error, "write to", self.path, need_bytes=total, creating=True) from error
+        self._size = offset + total

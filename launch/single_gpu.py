@@ -1,0 +1,123 @@
+"""The default way to train: one script, one GPU (or none), and a run that survives.
+
+    python launch/single_gpu.py --preset tiny --run runs/first --steps 200 --every 50
+
+Start it again and it goes on where it was. SIGTERM: it finishes the step, writes a checkpoint and
+ends with status 0. SIGUSR1: it writes one and goes on. On several ranks each takes its part of the
+batch; the options stay the same:
+
+    dist-ckpt run --nproc-per-node 2 launch/single_gpu.py --run runs/first --steps 400
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import dist_ckpt
+from andrea import (
+    GPT,
+    PRESETS,
+    TextWindows,
+    Trainer,
+    TrainingConfig,
+    data_id,
+    generate,
+    load_sources,
+    make_deterministic,
+)
+from andrea.text import WEIGHTS
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train until `--steps` or a stop signal and return the exit status."""
+    options = parse(argv)
+    rank, device = join(options.device)
+    make_deterministic()
+
+    torch.manual_seed(options.seed)  # the same first weights on every rank
+    model = GPT(PRESETS[options.preset]).to(device)
+    network = DistributedDataParallel(model) if dist.is_initialized() else model
+    torch.manual_seed(options.seed + 1 + rank)  # each rank draws its own dropout
+    training = TrainingConfig(lr=options.lr)
+    trainer = Trainer(network, training, device)
+
+    sources = load_sources()
+    batches = dist_ckpt.ResumableLoader(
+        TextWindows(sources, model.config.context, WEIGHTS),
+        batch_size=options.batch_size,
+        seed=options.seed,
+        num_workers=options.num_workers,
+        pin_memory=device.type == "cuda",
+    )
+
+    with dist_ckpt.Checkpointer(
+        options.run,
+        model=network,
+        optimizer=trainer.optimizer,
+        scheduler=trainer.scheduler,
+        scaler=trainer.scaler,
+        data=batches,
+        every=options.every,
+        reduce="mean",
+        data_id=data_id(sources),
+        config={
+            "model": dataclasses.asdict(model.config),
+            "training": dataclasses.asdict(training),
+            "batch_size": options.batch_size,
+            "seed": options.seed,
+        },
+    ) as ckpt:
+        for step in ckpt.steps(until=options.steps):
+            lr = trainer.lr
+            loss = trainer.update(next(batches))
+            ckpt.record(loss=loss, lr=lr)
+            if ckpt.due and rank == 0:
+                text = generate(model, seed=step)
+                ckpt.sample(text, loss=loss)
+                print(f"step {step}  loss {float(loss):.4f}  {text[:60]!r}", flush=True)
+
+    if rank == 0:
+        how = f"stopped by {ckpt.stopped}" if ckpt.stopped else "done"
+        print(f"{how} at step {ckpt.step}: {options.run}", flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+def join(wanted: str) -> tuple[int, torch.device]:
+    """Join the ranks that torchrun started, if it did; return this rank and its device."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    cuda = torch.cuda.is_available() if wanted == "auto" else wanted == "cuda"
+    if cuda:
+        torch.cuda.set_device(local_rank)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("nccl" if cuda else "gloo")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return rank, torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(description="Train ANDREA on the text that Python ships.")
+    parser.add_argument("--run", required=True, help="run directory; resumed when it exists")
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="tiny")
+    parser.add_argument("--steps", type=int, default=200_000, help="train until this step")
+    parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
+    parser.add_argument("--batch-size", type=int, default=8, help="of all ranks together")
+    parser.add_argument("--lr", type=float, default=TrainingConfig.lr)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num-workers", type=int, default=0, help="loader processes a rank")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,22 @@
+"""What all tests share: one thread a process. Markers, timeouts and warnings: pyproject.toml.
+
+One thread, for the processes that tests start too: two cores are shared by many ranks, and a sum
+over several threads may differ in its last bit from a sum over one.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports torch: OpenMP reads it once.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+
+# A `torch.compile` or a matplotlib of some test must not write into the user's home.
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+# Settings of the caller's shell that would change what is tested.
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(name, None)
+for name in [name for name in os.environ if name.startswith("DIST_CKPT_")]:
+    del os.environ[name]

@@ -1,0 +1,122 @@
+"""What the launcher ends with, and how it refuses a command line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dist_ckpt.launcher import launch, main
+from helpers.launching import ROOT, WORKER, Launched, processes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    """Start launchers whose remains are gone after the test."""
+    started: list[Launched] = []
+
+    def make(*args: str | Path) -> Launched:
+        started.append(Launched(tmp_path, *args))
+        return started[-1]
+
+    yield make
+    for one in started:
+        one.close()
+
+
+def test_a_stop_exit_code_is_passed_on_and_the_job_is_not_restarted(
+    start: Callable[..., Launched], tmp_path: Path
+) -> None:
+    """Case 56: a scheduler that requeues on non-zero sees the status that the script asked for."""
+    job = start(
+        *("--nproc-per-node=2", "--max-restarts=3", WORKER, "--out", tmp_path / "out"),
+        *("--exit-code", "75", "--late-rank", "1"),  # torchrun ends rank 1 when it sees rank 0's 75
+    )
+    job.wait_for("ready")
+    job.send(signal.SIGTERM)
+
+    assert job.status() == 75, job.stderr
+    assert job.count(0, "stopping") == 1
+    assert job.count(0, "1 ready") == 0
+
+
+def test_a_stop_of_the_ranks_themselves_with_an_exit_code_is_not_restarted_either(
+    start: Callable[..., Launched], tmp_path: Path
+) -> None:
+    job = start("--max-restarts=3", WORKER, "--out", tmp_path / "out", "--exit-code", "75")
+    job.wait_for("ready", ranks=(0,))
+    os.kill(int(job.value(0, "pid")), signal.SIGTERM)  # as `dist-ckpt stop RUN` does
+
+    assert job.status() == 75, job.stderr
+    assert job.count(0, "1 ready") == 0
+
+
+def test_a_failing_worker_gives_a_status_and_a_message_that_names_the_rank(
+    start: Callable[..., Launched], tmp_path: Path
+) -> None:
+    job = start("--nproc-per-node=2", WORKER, "--out", tmp_path / "out", "--fail-at", "5")
+    launch_id = ""
+    job.wait_for("launch", ranks=(0,))
+    launch_id = job.value(0, "launch")
+
+    assert job.status() not in {0, 2}, job.stderr
+
+    assert "rank 1: status 3" in job.stderr
+    assert "Traceback" not in job.stderr
+    assert processes_of(launch_id) == {}
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ([], "No script was given"),
+        (["--nproc-per-node=2"], "No script was given"),
+        (["no/such/train.py"], "no/such/train.py"),
+        (["--grace", "soon", "train.py"], "'soon'"),
+        (["--announce-wait"], "--announce-wait needs"),
+    ],
+)
+def test_a_wrong_command_line_is_status_2_and_one_line(
+    args: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(args) == 2
+    stderr = capsys.readouterr().err
+    assert said in stderr
+    assert stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--no-such-option=1", "--nnodes=many"])
+def test_an_option_that_torchrun_refuses_is_status_2_and_two_lines_at_most(
+    option: str, start: Callable[..., Launched], tmp_path: Path
+) -> None:
+    job = start(option, WORKER, "--out", tmp_path / "out")
+    assert job.status() == 2, job.stderr
+    assert 1 <= job.stderr.count("\n") <= 2
+
+
+def test_help_is_short_and_says_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--nproc-per-node=2", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "differs from torchrun" in text
+    assert len(text.splitlines()) < 30
+
+
+def test_launch_without_a_script_is_refused() -> None:
+    with pytest.raises(ValueError, match="No script"):
+        launch([], [])
+
+
+def test_the_launcher_does_not_import_torch() -> None:
+    # It takes seconds, in which a signal would kill the launcher.
+    code = "import sys, dist_ckpt.launcher; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

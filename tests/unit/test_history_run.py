@@ -1,0 +1,431 @@
+"""The history of a run through crashes, replays and rewinds, as its readers see it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_ckpt import storage
+from dist_ckpt.errors import CorruptFileError, NotFoundError
+from dist_ckpt.history import (
+    History,
+    NullHistory,
+    ReplayResult,
+    read_history,
+    read_journal,
+    read_loss,
+    read_loss_raw,
+    read_metrics,
+    read_samples,
+    replay_summary,
+    run_name,
+)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    path = tmp_path / "andrea"
+    path.mkdir()
+    return path
+
+
+def loss_of(step: int) -> float:
+    return 3.0 / (step + 0.1)
+
+
+def train(
+    run_dir: Path,
+    attempt: int,
+    *,
+    resumed: int | None,
+    until: int,
+    noise: dict[int, float] | None = None,
+) -> ReplayResult | None:
+    with History(run_dir, run_dir.name, attempt) as history:
+        history.begin(resumed)
+        for step in range((resumed or 0) + 1, until + 1):
+            history.record(step, (noise or {}).get(step, loss_of(step)), {"lr": 0.1 / step})
+    return history.replay
+
+
+def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    return [event for event in read_journal(run_dir) if event["event"] == name]
+
+
+def loss_bytes(run_dir: Path) -> bytes:
+    return (run_dir / "andrea.loss.json").read_bytes()
+
+
+def test_a_run_leaves_four_files_private_to_the_user(run_dir: Path) -> None:
+    train(run_dir, 1, resumed=None, until=2)
+    names = ["journal.jsonl", "loss.json", "metrics.jsonl", "samples.json"]
+    assert sorted(os.listdir(run_dir)) == [f"andrea.{name}" for name in names]
+    assert {path.stat().st_mode & 0o077 for path in run_dir.iterdir()} == {0}
+
+
+def test_resuming_twice_keeps_old_bytes_and_one_entry_a_step(run_dir: Path) -> None:
+    """Case 41: resume wipes the metrics file."""
+    before = {path.name: b"" for path in run_dir.iterdir()}
+    for attempt, (resumed, until) in enumerate([(None, 8), (5, 12), (10, 15)], start=1):
+        train(run_dir, attempt, resumed=resumed, until=until)
+        for name, data in before.items():
+            now = (run_dir / name).read_bytes()
+            assert now.startswith(data[:-1] if name.endswith(".json") else data)
+        before = {path.name: path.read_bytes() for path in run_dir.iterdir()}
+    assert read_loss(run_dir) == [(step, loss_of(step)) for step in range(1, 16)]
+    assert read_loss_raw(run_dir) == read_loss(run_dir)
+    assert [line["step"] for line in read_metrics(run_dir)] == list(range(1, 16))
+    assert len((run_dir / "andrea.metrics.jsonl").read_bytes().splitlines()) == 15
+
+
+def test_a_replay_that_agrees_is_counted_and_not_written_again(run_dir: Path) -> None:
+    train(run_dir, 1, resumed=None, until=8)
+    before = loss_bytes(run_dir)
+    with History(run_dir, "andrea", 2) as history:
+        history.begin(5)
+        for step in (6, 7, 8):
+            assert history.replay is None
+            history.record(step, loss_of(step), {})
+        assert loss_bytes(run_dir) == before
+        assert history.replay is not None  # journalled when the window ends, not at the close
+        assert len(events(run_dir, "replayed")) == 1
+        history.record(9, loss_of(9), {})
+    (event,) = events(run_dir, "replayed")
+    assert (event["agreed"], event["of"], event["first_difference"]) == (3, 3, None)
+    (result,) = replay_summary(read_journal(run_dir))
+    assert result == history.replay
+    assert result.all_agreed
+    assert result.complete
+
+
+@pytest.mark.parametrize("first", [6, 7, 8])
+def test_from_the_first_difference_on_a_replay_is_written(run_dir: Path, first: int) -> None:
+    train(run_dir, 1, resumed=None, until=8)
+    other = math.nextafter(loss_of(first), math.inf)  # one bit
+    result = train(run_dir, 2, resumed=5, until=7 if first < 8 else 8, noise={first: other})
+    assert result is not None
+    assert (result.agreed, result.num_logged, result.first_difference) == (first - 6, 3, first)
+    assert result.complete
+    assert not result.all_agreed
+    (event,) = events(run_dir, "replay_differs")
+    assert (event["step"], event["logged"], event["replayed"]) == (first, loss_of(first), other)
+    assert dict(read_loss(run_dir))[first] == other
+    assert read_loss(run_dir)[-1][0] == (7 if first < 8 else 8)
+    assert len(read_loss_raw(run_dir)) == 8 + (8 - first if first < 8 else 1)
+
+
+def test_negative_zero_is_not_zero_to_a_replay(run_dir: Path) -> None:
+    train(run_dir, 1, resumed=None, until=2, noise={2: 0.0})
+    result = train(run_dir, 2, resumed=1, until=2, noise={2: -0.0})
+    assert result is not None
+    assert result.first_difference == 2
+
+
+def test_a_replay_that_stops_inside_its_window_says_so_and_keeps_the_tail(run_dir: Path) -> None:
+    train(run_dir, 1, resumed=None, until=8)
+    result = train(run_dir, 2, resumed=5, until=6)
+    assert result is not None
+    assert (result.agreed, result.num_logged, result.complete) == (1, 3, False)
+    assert not result.all_agreed
+    assert read_loss(run_dir)[-1][0] == 8
+
+
+def test_a_run_without_a_resume_point_replays_from_the_start(run_dir: Path) -> None:
+    train(run_dir, 1, resumed=None, until=3)
+    result = train(run_dir, 2, resumed=None, until=4)
+    assert result is not None
+    assert (result.agreed, result.num_logged, result.resumed_step) == (3, 3, 0)
+    assert [step for step, _ in read_loss_raw(run_dir)] == [1, 2, 3, 4]
+
+
+def test_nothing_to_replay_is_nothing_to_report(run_dir: Path) -> None:
+    train(run_dir, 1, resumed=None, until=5)
+    assert train(run_dir, 2, resumed=5, until=6) is None
+    assert events(run_dir, "replayed") == []
+
+
+def test_a_nan_loss_is_logged_flagged_and_replayed(run_dir: Path) -> None:
+    """Case 50: a NaN in a metric blocks every later checkpoint."""
+    odd = {2: math.nan, 3: math.inf, 4: -math.inf}
+    train(run_dir, 1, resumed=None, until=5, noise=odd)
+    data = loss_bytes(run_dir)
+    json.loads(data, parse_constant=pytest.fail)
+    assert [loss for _, loss in read_loss(run_dir)][1:4] == [None, None, None]
+    kinds = [(event["step"], event["kind"]) for event in events(run_dir, "loss_not_finite")]
+    assert kinds == [(2, "nan"), (3, "inf"), (4, "-inf")]
+    result = train(run_dir, 2, resumed=1, until=5, noise=odd)
+    assert result is not None
+    assert result.all_agreed
+    assert loss_bytes(run_dir) == data
+    result = train(run_dir, 3, resumed=1, until=5, noise=odd | {3: math.nan})
+    assert result is not None
+    assert result.first_difference == 3
+    assert events(run_dir, "replay_differs")[0]["logged"] == "inf"
+
+
+def test_after_a_rewind_the_history_ends_where_the_run_is(run_dir: Path) -> None:
+    """Case 52: rolled back 500 steps, the abandoned tail still shows as history."""
+    train(run_dir, 1, resumed=None, until=900)
+    before = loss_bytes(run_dir)
+    with History(run_dir, "andrea", 2) as history:
+        history.cut(400)
+        assert read_loss(run_dir)[-1] == (400, loss_of(400))
+        history.begin(400)
+        for step in range(401, 501):
+            history.record(
+                step, loss_of(step), {"lr": 1.0}
+            )  # the same values, written all the same
+    canonical = read_loss(run_dir)
+    assert canonical == [(step, loss_of(step)) for step in range(1, 501)]
+    assert loss_bytes(run_dir).startswith(before[:-1])
+    assert len(read_loss_raw(run_dir)) == 900 + 1 + 100
+    assert [line["step"] for line in read_metrics(run_dir)] == list(range(1, 501))
+    assert events(run_dir, "history_cut")[0]["anchor_step"] == 400
+    assert train(run_dir, 3, resumed=450, until=510) is not None
+    assert read_loss(run_dir)[-1][0] == 510
+
+
+def test_a_rewind_to_a_step_that_was_not_logged_repeats_the_one_before(run_dir: Path) -> None:
+    with History(run_dir, "andrea", 1) as history:
+        history.begin(None)
+        for step in (10, 20, 30):
+            history.record(step, float(step), {})
+        history.cut(25)
+    assert read_loss(run_dir) == [(10, 10.0), (20, 20.0)]
+
+
+def test_a_rewind_to_zero_is_marked_in_the_journal(run_dir: Path) -> None:
+    with History(run_dir, "andrea", 1) as history:
+        history.begin(None)
+        for step in (5, 6, 7):
+            history.record(step, float(step), {"a": 1})
+            history.sample(step, "text", 1.0)
+        history.cut(0)
+        before = loss_bytes(run_dir)
+    assert read_loss(run_dir) == []
+    assert read_samples(run_dir) == []
+    assert read_metrics(run_dir) == []
+    assert len(read_loss_raw(run_dir)) == 3
+    with History(run_dir, "andrea", 2) as history:
+        history.begin(0)
+        history.record(8, 8.0, {})
+        history.sample(8, "text", None)
+        assert history.replay is None
+    assert loss_bytes(run_dir).startswith(before[:-1])
+    assert read_loss(run_dir) == [(8, 8.0)]
+    assert [sample["step"] for sample in read_samples(run_dir)] == [8]
+
+
+def test_a_mark_that_damage_outlived_does_not_void_new_entries(run_dir: Path) -> None:
+    with History(run_dir, "andrea", 1) as history:
+        history.begin(None)
+        for step in (5, 6, 7):
+            history.record(step, float(step), {})
+        history.cut(0)
+    (run_dir / "andrea.loss.json").write_bytes(b"[\n[5, 5.0]]")
+    with History(run_dir, "andrea", 2) as history:
+        history.begin(0)
+        history.record(1, 1.0, {})
+    assert read_loss(run_dir) == [(1, 1.0)]
+
+
+def test_a_rewind_past_the_end_changes_no_loss(run_dir: Path) -> None:
+    train(run_dir, 1, resumed=None, until=5)
+    before = loss_bytes(run_dir)
+    with History(run_dir, "andrea", 2) as history:
+        history.cut(5)
+    assert loss_bytes(run_dir) == before
+
+
+def test_a_repair_is_journalled_and_a_long_tail_set_aside(run_dir: Path) -> None:
+    train(run_dir, 1, resumed=None, until=100)
+    path = run_dir / "andrea.loss.json"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:500] + b"\0" * 20 + whole[520:])
+    with History(run_dir, "andrea", 2):
+        pass
+    (event,) = events(run_dir, "torn_tail_cut")
+    assert event["file"] == "andrea.loss.json"
+    kept = (run_dir / event["kept_as"]).read_bytes()
+    assert event["num_bytes"] == len(kept)
+    data = path.read_bytes()
+    assert data[:-1] + kept == whole[:500] + b"\0" * 20 + whole[520:]
+    path.write_bytes(data[:-1] + b",\n[99, 0.")
+    with History(run_dir, "andrea", 3):
+        pass
+    assert events(run_dir, "torn_tail_cut")[1]["cut"] == ",\n[99, 0."
+
+
+def test_a_file_that_is_something_else_leaves_no_descriptor_open(run_dir: Path) -> None:
+    (run_dir / "andrea.samples.json").write_bytes(b'{"not": "ours"}')
+    before = sorted(os.listdir("/proc/self/fd"))
+    with pytest.raises(CorruptFileError):
+        History(run_dir, "andrea", 1)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_closing_twice_does_no_harm_and_gives_all_descriptors_back(run_dir: Path) -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    history = History(run_dir, "andrea", 1)
+    assert len(os.listdir("/proc/self/fd")) == len(before) + 4
+    history.close()
+    history.close()
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_step_without_a_loss_has_metrics_only(run_dir: Path) -> None:
+    with History(run_dir, "andrea", 1) as history:
+        history.begin(None)
+        history.record(1, None, {"lr": 0.1})
+    assert read_loss(run_dir) == []
+    assert read_metrics(run_dir) == [{"step": 1, "lr": 0.1}]
+
+
+class SlowSync(storage.Ops):
+    """A disk whose sync takes until it is let go."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.let_go = threading.Event()
+
+    def fdatasync(self, fd: int) -> None:
+        self.entered.set()
+        self.let_go.wait(10)
+        super().fdatasync(fd)
+
+
+def test_recording_goes_on_while_another_thread_syncs(run_dir: Path) -> None:
+    ops = SlowSync()
+    with storage.use_ops(ops):
+        history = History(run_dir, "andrea", 1)
+        history.begin(None)
+        thread = threading.Thread(target=history.sync)
+        thread.start()
+        assert ops.entered.wait(10)
+        for step in range(1, 51):
+            history.record(step, float(step), {"a": step})
+            history.sample(step, "x", None)
+        assert thread.is_alive()  # the disk is still at it
+        assert len(read_loss(run_dir)) == 50
+        ops.let_go.set()
+        thread.join(10)
+        assert not thread.is_alive()
+        history.close()
+
+
+def test_a_reader_beside_the_writer_sees_a_beginning_of_the_history(run_dir: Path) -> None:
+    history = History(run_dir, "andrea", 1)
+    history.begin(None)
+    done = threading.Event()
+    seen: list[int] = []
+
+    def look() -> None:
+        while not done.is_set():
+            losses = read_loss(run_dir)
+            assert losses == [(step, loss_of(step)) for step in range(1, len(losses) + 1)]
+            seen.append(len(losses))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for step in range(1, 1001):
+        history.record(step, loss_of(step), {})
+    while len(seen) < 2:
+        time.sleep(0.01)
+    done.set()
+    thread.join(10)
+    history.close()
+    assert seen == sorted(seen)
+
+
+KILLED = """
+import sys
+from dist_ckpt.history import History
+history = History(sys.argv[1], "andrea", 1)
+history.begin(None)
+step = 0
+while True:
+    step += 1
+    history.record(step, 3.0 / (step + 0.1), {"lr": 0.1})
+    if step == 200:
+        print("under way", flush=True)
+"""
+
+
+def test_a_killed_writer_leaves_a_history_that_goes_on(run_dir: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(run_dir)], stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "under way\n"
+    child.send_signal(signal.SIGKILL)
+    assert child.wait(10) == -signal.SIGKILL
+    child.stdout.close()
+    before = loss_bytes(run_dir)
+    last = read_loss(run_dir)[-1][0]
+    assert last >= 200
+    result = train(run_dir, 2, resumed=100, until=last + 5)
+    assert result is not None
+    assert result.all_agreed
+    assert result.agreed == last - 100
+    assert loss_bytes(run_dir).startswith(before[:-1])
+    assert read_loss_raw(run_dir) == [(step, loss_of(step)) for step in range(1, last + 6)]
+
+
+def test_other_ranks_have_a_history_of_the_same_shape(run_dir: Path) -> None:
+    null = NullHistory()
+    with null:
+        null.begin(3)
+        null.record(4, 1.0, {"a": 1})
+        null.sample(4, "text", None)
+        null.cut(2)
+        null.journal.append("saved", step=4, sync=True, path="x")
+    shape = {name for name in dir(History) if not name.startswith("_")}
+    assert shape <= set(dir(null))
+    assert list(run_dir.iterdir()) == []
+
+
+def test_a_renamed_run_is_read_by_the_name_of_its_files(run_dir: Path) -> None:
+    train(run_dir, 1, resumed=None, until=3)
+    moved = run_dir.rename(run_dir.with_name("moved"))
+    assert run_name(moved) == "andrea"
+    history = read_history(moved)
+    assert (history.name, len(history.loss), len(history.metrics)) == ("andrea", 3, 3)
+    assert history.replays == []
+
+
+def test_a_run_that_is_not_there_is_not_found(tmp_path: Path) -> None:
+    for read in (read_loss, read_loss_raw, read_metrics, read_samples, read_journal, read_history):
+        with pytest.raises(NotFoundError):
+            read(tmp_path / "none")
+    for read in (read_loss, read_loss_raw, read_metrics, read_samples, read_journal):
+        with pytest.raises(NotFoundError):
+            read(tmp_path)
+
+
+def test_two_cuts_in_one_attempt_and_a_replay_between_attempts(run_dir: Path) -> None:
+    with History(run_dir, "andrea", 1) as history:
+        history.begin(None)
+        for step in range(1, 11):
+            history.record(step, float(step), {})
+        history.cut(0)
+        for step in range(1, 6):
+            history.record(step, -float(step), {})
+        history.cut(3)
+    assert read_loss(run_dir) == [(1, -1.0), (2, -2.0), (3, -3.0)]
+    with History(run_dir, "andrea", 2) as history:
+        history.begin(1)
+        history.record(2, -2.0, {})
+        history.record(3, -3.0, {})
+        assert history.replay is not None
+        assert history.replay.all_agreed
+        assert history.loss.entries() == read_loss(run_dir)

@@ -1,0 +1,208 @@
+"""The layout covers every element once, balances bytes, and finds its way back."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_ckpt.errors import MismatchError
+from dist_ckpt.layout import (
+    Layout,
+    decode_specs,
+    encode_specs,
+    plan_layout,
+    plan_runs,
+    specs_digest,
+)
+from dist_ckpt.slices import Box, Role, TensorSpec, dtype_size
+
+
+def adam_specs(
+    shapes: dict[str, tuple[int, ...]], *, dtype: str = "float32", with_moments: bool = True
+) -> list[TensorSpec]:
+    def spec(key: str, role: Role, shape: tuple[int, ...], param: str, kind: str) -> TensorSpec:
+        return TensorSpec(key, role, kind, shape, (Box.whole(shape),), param)
+
+    specs = [spec(f"model/{n}", Role.WEIGHT, s, n, dtype) for n, s in shapes.items()]
+    if with_moments:
+        for role in (Role.EXP_AVG, Role.EXP_AVG_SQ):
+            specs += [
+                spec(f"optimizer/{n}/{role}", role, s, n, "float32") for n, s in shapes.items()
+            ]
+        specs += [
+            spec(f"optimizer/{n}/step", Role.OPTIMIZER, (), n, "float32") for n in shapes
+        ]
+    return specs
+
+
+SHAPES = {"wte": (50, 8), "w": (8, 8), "b": (8,), "scale": (), "empty": (0, 4)}
+
+
+def covered(layout: Layout) -> dict[str, np.ndarray]:
+    """Count how often each element of each tensor is placed."""
+    counts = {tensor.key: np.zeros(tensor.shape, int) for tensor in layout.tensors}
+    for tensor in layout.tensors:
+        for place in tensor.placements:
+            where = tuple(
+                slice(o, o + s) for o, s in zip(place.box.offsets, place.box.sizes, strict=True)
+            )
+            counts[tensor.key][where] += 1
+    return counts
+
+
+shapes_strategy = st.dictionaries(
+    st.text("abcdef", min_size=1, max_size=4),
+    st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(shapes=shapes_strategy, world_size=st.integers(1, 8))
+def test_every_element_is_placed_exactly_once_at_any_world_size(
+    shapes: dict[str, tuple[int, ...]], world_size: int
+) -> None:
+    layout = plan_layout([adam_specs(shapes)] * world_size)
+    for key, counts in covered(layout).items():
+        assert (counts == 1).all(), key
+
+
+@given(shapes=shapes_strategy, world_size=st.integers(1, 8))
+def test_no_two_boxes_of_a_file_overlap_and_all_are_aligned(
+    shapes: dict[str, tuple[int, ...]], world_size: int
+) -> None:
+    layout = plan_layout([adam_specs(shapes, dtype="bfloat16")] * world_size)
+    for plan in layout.ranks:
+        for boxes, end in ((plan.shard, plan.shard_bytes), (plan.state, plan.state_bytes)):
+            for before, after in itertools.pairwise(boxes):
+                assert before.stop <= after.start
+            assert all(box.start % dtype_size(box.dtype) == 0 for box in boxes)
+            assert max((box.stop for box in boxes), default=0) <= end
+
+
+def test_replicas_are_shared_in_equal_bytes_though_one_tensor_is_most_of_the_model() -> None:
+    specs = adam_specs({"wte": (1000, 64), "w": (64, 64), "b": (64,)})
+    for world_size in (2, 3, 4, 7):
+        layout = plan_layout([specs] * world_size)
+        sizes = [plan.shard_bytes for plan in layout.ranks]
+        assert max(sizes) <= 1.02 * sum(sizes) / world_size
+
+
+def test_a_single_rank_with_float32_writes_the_canonical_file_itself() -> None:
+    layout = plan_layout([adam_specs(SHAPES)])
+    n = sum(int(np.prod(shape)) for shape in SHAPES.values())
+    (plan,) = layout.ranks
+    assert layout.canonical.is_shard
+    assert plan.shard_bytes == 8 + 12 * n
+    assert [box.role for box in plan.shard[::5]] == [Role.WEIGHT, Role.EXP_AVG, Role.EXP_AVG_SQ]
+    assert plan.shard[0].start == 8
+    gaps = [after.start - before.stop for before, after in itertools.pairwise(plan.shard)]
+    assert not any(gaps)
+
+
+def test_parameters_without_moments_are_zeros_in_their_place() -> None:
+    specs = [s for s in adam_specs(SHAPES) if s.param != "w" or s.role is Role.WEIGHT]
+    layout = plan_layout([specs])
+    assert layout.canonical.stateless == ("w",)
+    assert layout.canonical.is_shard
+    (plan,) = layout.ranks
+    assert [z.num_bytes for z in plan.zeros] == [256, 256]
+    n = layout.canonical.num_params
+    assert plan.shard_bytes == 8 + 12 * n
+    # m of "w" lies behind m of "wte".
+    assert plan.zeros[0].start == 8 + 4 * n + 4 * 400
+
+
+def test_a_model_that_never_stepped_still_has_its_canonical_file() -> None:
+    layout = plan_layout([adam_specs(SHAPES, with_moments=False)])
+    assert layout.canonical.refused is None
+    assert layout.canonical.is_shard
+    assert set(layout.canonical.stateless) == set(SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("specs", "word"),
+    [
+        (adam_specs({"w": (2,)}, dtype="float64"), "float64"),
+        ([s for s in adam_specs({"w": (2,)}) if s.role is not Role.EXP_AVG_SQ], "no Adam moments"),
+        (adam_specs({"w": (2**31,)}), "int32"),
+    ],
+)
+def test_a_state_that_the_canonical_file_cannot_hold_says_why(
+    specs: list[TensorSpec], word: str
+) -> None:
+    canonical = plan_layout([specs]).canonical
+    assert canonical.refused is not None
+    assert word in canonical.refused
+    assert not canonical.is_shard
+
+
+def test_two_ranks_never_write_the_canonical_file_as_a_shard() -> None:
+    canonical = plan_layout([adam_specs(SHAPES)] * 2).canonical
+    assert canonical.refused is None
+    assert not canonical.is_shard
+
+
+def test_buffers_are_written_by_every_rank_and_the_index_names_rank_0() -> None:
+    """Case 33, for buffers: what differs by rank is not deduplicated."""
+    buffer = TensorSpec("model/bn.mean", Role.BUFFER, "float32", (4,), (Box.whole((4,)),))
+    layout = plan_layout([[*adam_specs(SHAPES), buffer]] * 2)
+    for plan in layout.ranks:
+        assert [box.key for box in plan.state].count("model/bn.mean") == 1
+    (indexed,) = [t for t in layout.tensors if t.key == "model/bn.mean"]
+    assert [place.location for place in indexed.placements] == ["rank_00000.state"]
+
+
+def test_ranks_with_different_shapes_are_refused_by_name() -> None:
+    with pytest.raises(MismatchError, match="model/w"):
+        plan_layout([adam_specs({"w": (2,)}), adam_specs({"w": (3,)})])
+
+
+def test_specs_survive_the_way_between_ranks_and_differ_where_they_differ() -> None:
+    specs = adam_specs(SHAPES)
+    assert decode_specs(encode_specs(specs)) == specs
+    assert specs_digest(specs) == specs_digest(decode_specs(encode_specs(specs)))
+    assert specs_digest(specs) != specs_digest(specs[1:])
+
+
+@st.composite
+def two_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box, Box]:
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
+
+    def box() -> Box:
+        offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
+        sizes = tuple(
+            draw(st.integers(1, size - offset))
+            for size, offset in zip(shape, offsets, strict=True)
+        )
+        return Box(offsets, sizes)
+
+    return shape, box(), box()
+
+
+@given(boxes=two_boxes())
+def test_runs_move_exactly_the_common_elements(boxes: tuple[tuple[int, ...], Box, Box]) -> None:
+    shape, source, target = boxes
+    values = np.arange(1, int(np.prod(shape)) + 1).reshape(shape)
+
+    def cut(box: Box) -> np.ndarray:
+        where = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+        return np.array(values[where])
+
+    from_flat = cut(source).reshape(-1)
+    found = np.zeros(target.numel, int)
+    for run in plan_runs(source, target):
+        found[run.target : run.target + run.count] += from_flat[run.source : run.source + run.count]
+    expected = cut(target).reshape(-1)
+    inside = np.isin(expected, from_flat)
+    assert (found == np.where(inside, expected, 0)).all()
+
+
+def test_whole_boxes_move_in_one_run() -> None:
+    box = Box.whole((4, 5, 6))
+    assert len(plan_runs(box, box)) == 1
+    assert len(plan_runs(Box((2, 0, 0), (2, 5, 6)), box)) == 1
