@@ -1,7 +1,8 @@
-"""A checkpoint service for training: stop a run at any instant, go on bit-equal, on one GPU or on many ranks.
+"""A checkpoint service: stop training at any instant, go on bit-equal, on one GPU or many ranks.
 
-``Checkpointer`` saves and resumes, ``ResumableLoader`` feeds it, ``open_run`` looks at what is there. Names are imported
-when they are first used, so that looking at a run costs no import of torch.
+``Checkpointer`` saves and resumes, ``ResumableLoader`` feeds it, ``open_run`` looks at what is
+there. Names are imported when they are first used, so that looking at a run costs no import of
+torch.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dist_ckpt.canonical import CanonicalState
+    from dist_ckpt.comparison import Comparison, compare
     from dist_ckpt.errors import DistCkptError
     from dist_ckpt.export import read_bin, write_bin
     from dist_ckpt.loader import ResumableLoader
@@ -22,11 +24,13 @@ __version__ = "0.1.0"
 __all__ = [
     "CanonicalState",
     "Checkpointer",
+    "Comparison",
     "DistCkptError",
     "Generation",
     "ResumableLoader",
     "Run",
     "__version__",
+    "compare",
     "open_run",
     "read_bin",
     "write_bin",
@@ -35,10 +39,12 @@ __all__ = [
 _HOMES = {
     "CanonicalState": "canonical",
     "Checkpointer": "service",
+    "Comparison": "comparison",
     "DistCkptError": "errors",
     "Generation": "runs",
     "ResumableLoader": "loader",
     "Run": "runs",
+    "compare": "comparison",
     "open_run": "runs",
     "read_bin": "export",
     "write_bin": "export",

@@ -18,10 +18,12 @@
     └── JobError                             something between ranks
         ├── RankFailedError                  one or more ranks reported an error
         ├── RankTimeoutError                 a rank didn't answer in time
+        ├── NotRunningError                  no live job to ask
         └── SaveFailedError                  a save that was asked for didn't become a generation
 
-Each error carries a stable ``id`` for scripts, its values as attributes, and a ``next_step`` that tells a person what
-to do. Errors survive pickling, since ranks of a test or of a worker pool hand them on.
+Each error carries a stable ``id`` for scripts, its values as attributes, and a ``next_step`` that
+tells a person what to do. Errors survive pickling, since ranks of a test or of a worker pool hand
+them on.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ __all__ = [
     "NoSpaceError",
     "NoUsableGenerationError",
     "NotFoundError",
+    "NotRunningError",
     "RankFailedError",
     "RankTimeoutError",
     "SaveFailedError",
@@ -67,9 +70,6 @@ class DistCkptError(Exception):
         self.message = message
         self.next_step = next_step
         self.values = values
-        if "errno" in values and isinstance(self, OSError):
-            # OSError keeps a slot of its own, which would hide the value from attribute access.
-            self.errno = values["errno"]
 
     def __getattr__(self, name: str) -> Any:
         # Only reached when normal lookup fails. `values` itself may be absent while unpickling.
@@ -101,6 +101,11 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
+def _fill_errno(error: OSError) -> None:
+    # OSError has a slot of that name, which hides the value from DistCkptError.__getattr__.
+    error.errno = error.values.get("errno")  # type: ignore[attr-defined]
+
+
 def _rebuild(
     cls: type[DistCkptError], message: str, next_step: str, values: dict[str, Any]
 ) -> DistCkptError:
@@ -114,7 +119,7 @@ class UsageError(DistCkptError, ValueError):
 
 
 class UnsupportedValueError(UsageError):
-    """A value in the state can't be kept without executing code at load; ``path`` says where it lies."""
+    """A value can't be kept without executing code at load; ``path`` says where it lies."""
 
     id = "unsupported-value"
 
@@ -130,6 +135,10 @@ class NotFoundError(DistCkptError, FileNotFoundError):
 
     id = "not-found"
 
+    def __init__(self, message: str, *, next_step: str = "", **values: Any) -> None:
+        super().__init__(message, next_step=next_step, **values)
+        _fill_errno(self)
+
 
 class ForeignFileError(DistCkptError):
     """A file or directory that dist_ckpt didn't write and won't touch."""
@@ -138,7 +147,7 @@ class ForeignFileError(DistCkptError):
 
 
 class CorruptFileError(DistCkptError):
-    """Bytes that aren't what they must be; carries ``path`` and, where it applies, ``expected`` and ``found``."""
+    """Bytes that aren't what they must be; carries ``path``, often ``expected`` and ``found``."""
 
     id = "corrupt-file"
 
@@ -162,13 +171,13 @@ class NoUsableGenerationError(DistCkptError):
 
 
 class MismatchError(DistCkptError):
-    """What was saved doesn't fit the live objects; carries ``missing``, ``unexpected`` and ``different``."""
+    """What was saved doesn't fit; carries ``missing``, ``unexpected`` and ``different``."""
 
     id = "mismatch"
 
 
 class IdentityError(DistCkptError):
-    """Data, configuration, structure or (strict) code differ from the saved run's; carries ``differences``."""
+    """Data, configuration, structure or (strict) code differ; carries ``differences``."""
 
     id = "identity"
 
@@ -184,6 +193,10 @@ class StorageError(DistCkptError, OSError):
 
     id = "storage"
 
+    def __init__(self, message: str, *, next_step: str = "", **values: Any) -> None:
+        super().__init__(message, next_step=next_step, **values)
+        _fill_errno(self)
+
 
 class NoSpaceError(StorageError):
     """Not enough room on the file system; carries ``need_bytes`` and ``free_bytes``."""
@@ -198,18 +211,24 @@ class JobError(DistCkptError):
 
 
 class RankFailedError(JobError):
-    """One or more ranks failed in a phase; ``phase`` and ``failures`` (rank → message) say which."""
+    """Ranks failed in a phase; ``phase`` and ``failures`` (rank → message) say which."""
 
     id = "rank-failed"
 
 
 class RankTimeoutError(JobError):
-    """A rank didn't answer within the time limit; carries ``phase``, ``missing`` ranks and ``timeout_secs``."""
+    """A rank didn't answer in time; carries ``phase``, ``missing`` ranks and ``timeout_secs``."""
 
     id = "rank-timeout"
 
 
+class NotRunningError(JobError):
+    """There is no live job in the run directory, on this host, that could be asked for anything."""
+
+    id = "not-running"
+
+
 class SaveFailedError(JobError):
-    """A save didn't become a generation; carries ``step`` and ``cause``. Earlier generations are untouched."""
+    """A save didn't become a generation (``step``, ``cause``); earlier ones are untouched."""
 
     id = "save-failed"

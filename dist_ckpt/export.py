@@ -1,7 +1,8 @@
-"""The canonical ``step_N.bin``: made from a generation, read and written by itself. Layer 5, rank 0 or offline.
+"""The canonical ``step_N.bin``: made from a generation, read, written. Layer 5, not collective.
 
-At world size one with float32 state the shard already is the file, so the export is another name of it. In every other
-case it is put together from the shards in one pass, without ever holding more than one piece in memory.
+At world size one with float32 state the shard already is the file, so the export is another name of
+it. In every other case it is put together from the shards in one pass, without ever holding more
+than one piece in memory.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def read_bin(path: str | os.PathLike[str]) -> CanonicalState:
 def write_bin(
     path: str | os.PathLike[str], step: int, weights: np.ndarray, m: np.ndarray, v: np.ndarray
 ) -> None:
-    """Have a whole canonical file at ``path``, durable; an existing file there is replaced only by a whole one.
+    """Have a whole, durable canonical file at ``path``; only a whole one replaces what is there.
 
     Args:
         path: Where to.
@@ -91,7 +92,7 @@ def _write_whole(target: Path, size_bytes: int, pieces: Iterable[bytes | memoryv
 
 
 def export_bin(store: GenerationStore, point: ResumePoint, *, copy: bool = False) -> str:
-    """Have ``step_N.bin`` of a generation in the run directory; return how: link, reflink, copy, assembled, there.
+    """Have ``step_N.bin`` of a generation; return how: link, reflink, copy, assembled, there.
 
     Its sum lies beside it once this returns, as ``sha256sum -c`` reads it.
 
@@ -183,9 +184,9 @@ def _float32(directory: Path, tensor: IndexedTensor) -> Iterator[memoryview]:
             num = min(count, place.box.numel - start)
             raw = np.empty(num * element_bytes, np.uint8)
             offset = place.byte_range.start + start * element_bytes
-            segment = storage.Segment(offset, memoryview(raw), raw.size)
+            segment = storage.Segment(offset, raw.data, raw.size)
             storage.read_segments(directory / place.location, [segment], None, threads=1)
-            yield memoryview(_widen(raw, tensor.dtype)).cast("B")
+            yield _widen(raw, tensor.dtype).data.cast("B")
 
 
 def _in_order(tensor: IndexedTensor) -> list[Placement]:

@@ -1,8 +1,9 @@
-"""Which rank writes which slice to which place of which file, and which bytes a restore must read. Layer 3, pure.
+"""Which rank writes which slice where, and which bytes a restore must read. Layer 3, pure.
 
-Parameters and their optimizer state are replicas wherever several ranks hold the same box: each such group of ranks
-shares the work in equal bytes, decided before anything is copied. Buffers may differ by rank, so every rank writes its
-own and the index points at rank 0's. The same input gives the same layout on every rank.
+Parameters and their optimizer state are replicas wherever several ranks hold the same box. Each
+such group of ranks shares the work in equal bytes, decided before anything is copied. Buffers may
+differ by rank, so every rank writes its own and the index points at rank 0's. The same input gives
+the same layout on every rank.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ __all__ = [
     "plan_runs",
 ]
 
-#: Tensors of a `.state` file start at multiples of this, so that every dtype can be viewed in place.
+#: Tensors of a `.state` file start at multiples of this: every dtype can be viewed in place.
 STATE_ALIGN = 64
 _IN_SHARD = (Role.WEIGHT, Role.EXP_AVG, Role.EXP_AVG_SQ)
 
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """One box that a rank writes: bytes ``start … start + num_bytes`` of its shard or of its ``.state``."""
+    """One box that a rank writes, from byte ``start`` of its shard or of its ``.state`` on."""
 
     key: str
     role: Role
@@ -76,7 +77,7 @@ class RankLayout:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Who writes what, for all ranks, with the index and the canonical description that follow from it."""
+    """Who writes what, for all ranks, with the index and the canonical file that follow from it."""
 
     ranks: tuple[RankLayout, ...]
     tensors: tuple[IndexedTensor, ...]
@@ -117,8 +118,8 @@ def plan_layout(ranks: Sequence[Sequence[TensorSpec]]) -> Layout:
     """Return who writes what.
 
     Args:
-        ranks: Every rank's own specs, by rank, each in capture's order: weights, first moments, second
-            moments, other optimizer tensors, buffers.
+        ranks: Every rank's own specs, by rank, each in capture's order: weights, first moments,
+            second moments, other optimizer tensors, buffers.
 
     Raises:
         MismatchError: Two ranks hold a tensor of one key with different shapes, dtypes or roles.
@@ -129,26 +130,9 @@ def plan_layout(ranks: Sequence[Sequence[TensorSpec]]) -> Layout:
     cuts = _share(weights, holders, _bytes_by_param(merged))
     canonical = _canonical(merged, weights, num_ranks=len(ranks))
     shards = [_Packer(start=HEADER_BYTES if canonical.is_shard else 0) for _ in ranks]
+    zeros = _fill_shards(shards, merged, cuts, weights if canonical.is_shard else None)
     states = [_Packer(align=STATE_ALIGN) for _ in ranks]
-    zeros: list[ByteRange] = []
-    for role in _IN_SHARD:
-        for spec in _with_role(merged, role, weights if canonical.is_shard else None):
-            if isinstance(spec, _Absent):
-                zeros.append(shards[0].skip(spec.num_bytes))
-                continue
-            for rank, box in cuts[spec.param or ""]:
-                shards[rank].add(spec, box)
-    shapes = {spec.param: spec.shape for spec in weights}
-    for spec in merged.values():
-        if spec.role is Role.OPTIMIZER:
-            parts = cuts[spec.param or ""]
-            follows = spec.shape == shapes[spec.param]
-            for rank, box in parts if follows else ((parts[0][0], Box.whole(spec.shape)),):
-                states[rank].add(spec, box)
-    for rank, specs in enumerate(ranks):
-        for spec in specs:
-            if spec.role is Role.BUFFER:
-                states[rank].add(spec, Box.whole(spec.shape))
+    _fill_states(states, merged, cuts, ranks)
     plans = tuple(
         RankLayout(
             shard=tuple(shard.owned),
@@ -160,6 +144,47 @@ def plan_layout(ranks: Sequence[Sequence[TensorSpec]]) -> Layout:
         for rank, (shard, state) in enumerate(zip(shards, states, strict=True))
     )
     return Layout(plans, _index(merged, plans), canonical)
+
+
+_Cuts = Mapping[str, Sequence[tuple[int, Box]]]
+
+
+def _fill_shards(
+    shards: Sequence[_Packer],
+    merged: Mapping[str, TensorSpec],
+    cuts: _Cuts,
+    fill_for: Sequence[TensorSpec] | None,
+) -> list[ByteRange]:
+    """Put weights and moments into the shards; return where zeros stand for absent moments."""
+    zeros: list[ByteRange] = []
+    for role in _IN_SHARD:
+        for spec in _with_role(merged, role, fill_for):
+            if isinstance(spec, _Absent):
+                zeros.append(shards[0].skip(spec.num_bytes))
+                continue
+            for rank, box in cuts[spec.param or ""]:
+                shards[rank].add(spec, box)
+    return zeros
+
+
+def _fill_states(
+    states: Sequence[_Packer],
+    merged: Mapping[str, TensorSpec],
+    cuts: _Cuts,
+    ranks: Sequence[Sequence[TensorSpec]],
+) -> None:
+    """Put the other optimizer tensors with their parameters' owners, and buffers with all ranks."""
+    shapes = {spec.param: spec.shape for spec in merged.values() if spec.role is Role.WEIGHT}
+    for spec in merged.values():
+        if spec.role is Role.OPTIMIZER:
+            parts = cuts[spec.param or ""]
+            follows = spec.shape == shapes[spec.param]
+            for rank, box in parts if follows else ((parts[0][0], Box.whole(spec.shape)),):
+                states[rank].add(spec, box)
+    for rank, specs in enumerate(ranks):
+        for spec in specs:
+            if spec.role is Role.BUFFER:
+                states[rank].add(spec, Box.whole(spec.shape))
 
 
 class _Packer:
@@ -193,7 +218,7 @@ class _Absent:
 def _with_role(
     merged: Mapping[str, TensorSpec], role: Role, fill_for: Sequence[TensorSpec] | None
 ) -> Iterator[TensorSpec | _Absent]:
-    """Yield the tensors of a role in canonical order; with ``fill_for``, a stand-in where one is absent."""
+    """Yield a role's tensors in canonical order; with ``fill_for``, stand-ins for absent ones."""
     if fill_for is None:
         yield from (spec for spec in merged.values() if spec.role is role)
         return
@@ -247,8 +272,9 @@ def _share(
 ) -> dict[str, list[tuple[int, Box]]]:
     """Return parameter name → its boxes with the rank that owns each.
 
-    Boxes that the same ranks hold form one stream in canonical order. The stream is cut at equal bytes, along
-    dim 0 of the box that a cut falls into, so that every rank's part is one run of the canonical order.
+    Boxes that the same ranks hold form one stream in canonical order. The stream is cut at equal
+    bytes, along dim 0 of the box that a cut falls into, so that every rank's part is one run of the
+    canonical order.
     """
     streams: dict[tuple[int, ...], list[tuple[TensorSpec, Box]]] = {}
     for spec in weights:
@@ -271,7 +297,7 @@ def _share(
 
 
 def _cut(box: Box, start: float, length: float, num_parts: int) -> Iterator[tuple[int, Box]]:
-    """Yield (part, box) for a box that lies at ``start … start + length`` of a stream of ``num_parts`` units."""
+    """Yield (part, box) for a box at ``start … start + length`` of ``num_parts`` units."""
     last = num_parts - 1
     rows = box.sizes[0] if box.sizes else 1
     if rows < 2 or length <= 0:
@@ -309,7 +335,7 @@ def _canonical(
     elif wide := [spec for spec in in_shard if spec.dtype not in _NARROW]:
         refused = f"{wide[0].key} is {wide[0].dtype}, which float32 can't hold"
     elif lacking := [p for p in stateful if moments.get(p) != whole]:
-        refused = f"the optimizer keeps no Adam moments for {sorted(map(str, lacking))[0]!r}"
+        refused = f"the optimizer keeps no Adam moments for {min(map(str, lacking))!r}"
     return Canonical(
         names=tuple(spec.param or "" for spec in weights),
         num_params=num_params,
@@ -346,7 +372,7 @@ def _index(
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Elements that lie side by side in two boxes of one tensor: ``count`` from ``source`` and ``target`` on."""
+    """``count`` elements side by side in two boxes, from ``source`` and from ``target`` on."""
 
     source: int
     target: int
@@ -354,7 +380,7 @@ class Run:
 
 
 def plan_runs(source: Box, target: Box) -> list[Run]:
-    """Return the runs of elements to move from a row-major ``source`` box to a row-major ``target`` box."""
+    """Return the runs of elements to move from one row-major box to another."""
     common = source.intersect(target)
     if common is None:
         return []

@@ -1,8 +1,9 @@
-"""bytes ↔ ``resume_point.json``, the file that names one resume point. Layer 1, pure: no I/O, no torch.
+"""bytes ↔ ``resume_point.json``, which names one resume point. Layer 1, pure, no torch.
 
-The file says what ``.snapshot_metadata`` can't: the step, who wrote which file with which digests, identities, values
-that are the same on every rank, why it was written and after what. It is written last; without it there is no
-generation. It ends with a digest of all its own other bytes, white space included, so that a change anywhere shows.
+The file says what ``.snapshot_metadata`` can't: the step, who wrote which file with which digests,
+identities, values that are the same on every rank, why it was written and after what. It is written
+last; without it there is no generation. It ends with a digest of all its own other bytes, white
+space included, so that a change anywhere shows.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Canonical:
         num_params: Elements of all parameters together.
         is_shard: Rank 0's shard already is the file, byte for byte.
         refused: Why there can't be one, None where there can.
-        stateless: Parameters without moments; their m and v are zeros, and restore leaves them without state.
+        stateless: Parameters without moments; their m and v are zeros, and restore leaves them
+            without state.
     """
 
     names: tuple[str, ...]
@@ -199,7 +201,8 @@ def _build(check: _Checker) -> ResumePoint:
             raise check.fault(f"the file name {name!r} isn't one of a generation")
         _check_record(check, name, record, "whole")
     if set(files) != wanted:
-        raise check.fault(f"it lists {len(files)} files where {world_size} ranks wrote {len(wanted)}")
+        found = f"{len(files)} files where {world_size} ranks wrote {len(wanted)}"
+        raise check.fault(f"it lists {found}")
     index = check.get("index", dict)
     _check_record(check, INDEX_NAME, index, "digest")
     parent = check.body.get("parent")

@@ -1,9 +1,10 @@
-"""bytes ↔ ``.snapshot_metadata``, torchsnapshot's manifest, which says where every tensor lies. Layer 1, pure.
+"""bytes ↔ ``.snapshot_metadata``, torchsnapshot's manifest: where every tensor lies. Layer 1, pure.
 
 Each tensor is a sharded entry whose shards point at byte ranges of a generation's files, so that
-``torchsnapshot.Snapshot(path).restore({"model": model})`` works at any world size. The text is written here rather than
-by torchsnapshot's own classes: those take seconds for 100,000 tensors, and importing them would import torch where only
-looking is wanted. A test holds these bytes against torchsnapshot's own reader and writer.
+``torchsnapshot.Snapshot(path).restore({"model": model})`` works at any world size. The text is
+written here rather than by torchsnapshot's own classes: those take seconds for 100,000 tensors, and
+importing them would import torch where only looking is wanted. A test holds these bytes against
+torchsnapshot's own reader and writer.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _LOCATION = re.compile(r"rank_\d{5,10}\.(shard|state)")
 
 
 def encode_name(name: str) -> str:
-    """Return ``name`` as one component of a key: torchsnapshot escapes ``%`` and ``/``, nothing else."""
+    """Return ``name`` as one component of a key: ``%`` and ``/`` are escaped, nothing else."""
     return name.replace("%", "%25").replace("/", "%2F")
 
 
@@ -60,7 +61,8 @@ def encode_index(tensors: Sequence[IndexedTensor], aliases: Mapping[str, str]) -
 
     Args:
         tensors: In the order that listings shall show.
-        aliases: Further keys (tied parameters' other names) → the key in ``tensors`` with the same bytes.
+        aliases: Further keys (tied parameters' other names) → the key in ``tensors`` with the same
+            bytes.
     """
     by_key = {tensor.key: tensor for tensor in tensors}
     entries = {tensor.key: _entry(tensor) for tensor in tensors}

@@ -55,7 +55,7 @@ class Training:
             sys.executable,
             *(launcher if num_ranks > 1 else []),
             str(ROOT / "launch" / "single_gpu.py"),
-            *("--preset", "tiny", "--device", "cpu", "--run", str(run)),
+            *("--preset", "tiny", "--device", "cpu", "--run-dir", str(run)),
             *("--steps", str(steps), "--every", str(EVERY)),
         ]
         with log_of(run).open("ab") as log:
@@ -138,7 +138,7 @@ def demonstrate(run: Path, reference: Path) -> str:
     say("now the same run, disturbed")
     usr1_step, term_step = signalled(run)
     killed_step, kept_step = killed(run)
-    resumed(run, kept_step)
+    num_replayed = resumed(run, kept_step)
     num_params = must_be_bit_equal(run, reference)
     on_one_rank(run)
     exported = export(run)
@@ -149,7 +149,8 @@ def demonstrate(run: Path, reference: Path) -> str:
 It survived, in {secs:.0f} s:
   SIGUSR1   wrote step {usr1_step} and went on
   SIGTERM   wrote step {term_step} and ended with status 0
-  SIGKILL   struck at step {killed_step}; resumed from step {kept_step} on 2 ranks
+  SIGKILL   struck at step {killed_step}; resumed from step {kept_step} on 2 ranks; the losses
+            of the {num_replayed} lost steps came out the same
   proof     at step {STEPS}, beside a run that nothing disturbed: {num_params:,} weights, their
             first and second moments and all {STEPS} losses are equal bit for bit
   1 rank    went on from step {STEPS} to {STEPS + MORE_STEPS}
@@ -195,12 +196,20 @@ def killed(run: Path) -> tuple[int, int]:
     return last_step(run), kept_steps(run)[-1]
 
 
-def resumed(run: Path, kept_step: int) -> None:
-    """Resume on two ranks, to the end."""
+def resumed(run: Path, kept_step: int) -> int:
+    """Resume on two ranks, to the end; return how many lost steps were made again, all equal."""
     say(f"resuming on 2 ranks from step {kept_step}")
     with Training(run, num_ranks=2, steps=STEPS) as training:
         training.must_end_with_0()
     check(last_step(run) == STEPS, f"the run ended at step {last_step(run)}")
+    replays = [event for event in dist_ckpt.open_run(run).journal() if event["event"] == "replayed"]
+    check(bool(replays), "the journal doesn't say that the lost steps were made again")
+    replay = replays[-1]
+    check(
+        replay["agreed"] == replay["of"],
+        f"of {replay['of']} lost steps only {replay['agreed']} came out the same",
+    )
+    return int(replay["of"])
 
 
 def must_be_bit_equal(run: Path, reference: Path) -> int:

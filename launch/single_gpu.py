@@ -6,7 +6,7 @@ Start it again and it goes on where it was. SIGTERM: it finishes the step, write
 ends with status 0. SIGUSR1: it writes one and goes on. On several ranks each takes its part of the
 batch; the options stay the same:
 
-    dist-ckpt run --nproc-per-node 2 launch/single_gpu.py --run runs/first --steps 400
+    dist-ckpt run --nproc-per-node 2 launch/single_gpu.py --run-dir runs/first --steps 400
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "seed": options.seed,
         },
     ) as ckpt:
+        trainer.follow(options.lr)  # another one than was saved gets here only when accepted
         for step in ckpt.steps(until=options.steps):
             lr = trainer.lr
             loss = trainer.update(next(batches))
@@ -107,7 +108,10 @@ def join(wanted: str) -> tuple[int, torch.device]:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(description="Train ANDREA on the text that Python ships.")
-    parser.add_argument("--run", required=True, help="run directory; resumed when it exists")
+    # Two names: torchrun takes --run for a beginning of its own --run-path, and refuses it.
+    parser.add_argument(
+        "--run", "--run-dir", required=True, help="run directory; resumed when it exists"
+    )
     parser.add_argument("--preset", choices=sorted(PRESETS), default="tiny")
     parser.add_argument("--steps", type=int, default=200_000, help="train until this step")
     parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
@@ -120,4 +124,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except dist_ckpt.DistCkptError as error:
+        sys.exit(str(error))  # it says what to do; status 1

@@ -27,7 +27,6 @@ from dist_ckpt.tree import JSON, check_tensor, decode_tree
 
 __all__ = ["Captured"]
 
-PutTensor: TypeAlias = Callable[[str, torch.Tensor], JSON]
 GetTensor: TypeAlias = Callable[[JSON], torch.Tensor]
 
 

@@ -143,7 +143,11 @@ class StatePlan:
         self.paths[name][path] = (key, spec)
 
     def check(self, stateless: Sequence[str], found: Mismatches) -> None:
-        """Note in ``found`` state without a live parameter, and parameters without saved state."""
+        """Note in ``found`` state without a live parameter, and parameters without saved state.
+
+        A layout knows tensors only and may call a parameter stateless whose state is a number: what
+        was saved counts.
+        """
         without = {self.view.kept_name(name) for name in stateless}
         saved = {*self.paths, *self.trees, *(name for name, _ in self.ties)}
         # What is wrong with the parameter itself has been said already.
@@ -155,8 +159,6 @@ class StatePlan:
             f"optimizer/{n}" for n in strangers if f"model/{encode_name(n)}" not in told
         ]
         found.missing += [f"optimizer/{n}" for n in lost if f"model/{encode_name(n)}" not in told]
-        for name in sorted(saved & without):
-            found.differ(f"optimizer/{name}", "both with and without state", "one or the other")
         for paths in self.paths.values():
             found.different += [
                 f"{key} (dtype {spec.dtype} isn't known)"

@@ -138,9 +138,14 @@ def _is_empty(state: Any) -> bool:
 def _read_state(owner: str, state: Any, path: str) -> ParamState:
     if not isinstance(state, dict):
         _refuse(path, f"is a {type(state).__name__}, not a dict", "Keep a dict for each parameter.")
-    if all(type(key) is str and isinstance(value, torch.Tensor) for key, value in state.items()):
-        return ParamState(owner, {_component(key): value for key, value in state.items()})
     tensors: dict[str, torch.Tensor] = {}
+    for key, value in state.items():
+        if type(key) is not str or not isinstance(value, torch.Tensor):
+            break
+        tensors[_component(key)] = value
+    else:
+        return ParamState(owner, tensors)
+    tensors.clear()
 
     def put(where: str, value: torch.Tensor | np.ndarray[Any, Any]) -> JSON:
         inner = where.removeprefix(f"{path}/").replace(".", "%2E").replace("/", ".")

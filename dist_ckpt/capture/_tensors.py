@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -26,7 +26,7 @@ class SpecCache:
 
     def __init__(self, *, check: bool = True) -> None:
         self._check = check
-        self._specs: dict[str, tuple[TensorSpec, type, torch.dtype, torch.Size]] = {}
+        self._specs: dict[str, tuple[TensorSpec, type, torch.dtype, torch.Size, bool]] = {}
         self._names: dict[str, str] = {}
 
     def live(self, key: str, role: Role, tensor: torch.Tensor, param: str | None) -> LiveTensor:
@@ -35,19 +35,30 @@ class SpecCache:
         Raises:
             UnsupportedValueError: It can't be kept; the path is its key.
         """
-        cls, dtype, shape = type(tensor), tensor.dtype, tensor.shape
         known = self._specs.get(key)
-        if known is None or known[1:] != (cls, dtype, shape) or known[0].role is not role:
-            if self._check:
-                check_tensor(tensor, key)
-            sizes = tuple(shape)
-            spec = TensorSpec(key, role, dtype_name(dtype), sizes, (Box.whole(sizes),), param)
-            known = self._specs[key] = (spec, cls, dtype, shape)
-        if cls is not torch.Tensor or tensor.requires_grad:
+        if (
+            known is None
+            or known[1] is not type(tensor)
+            or known[2] is not tensor.dtype
+            or known[0].role is not role
+            or known[3] != tensor.shape
+        ):
+            known = self._specs[key] = self._describe(key, role, tensor, param)
+        if known[4] or tensor.requires_grad:
             tensor = tensor.detach()
             if type(tensor) is not torch.Tensor:
                 tensor = tensor.as_subclass(torch.Tensor)
         return LiveTensor(known[0], tensor)
+
+    def _describe(
+        self, key: str, role: Role, tensor: torch.Tensor, param: str | None
+    ) -> tuple[TensorSpec, type, torch.dtype, torch.Size, bool]:
+        if self._check:
+            check_tensor(tensor, key)
+        sizes = tuple(tensor.shape)
+        spec = TensorSpec(key, role, dtype_name(tensor.dtype), sizes, (Box.whole(sizes),), param)
+        cls = type(tensor)
+        return spec, cls, tensor.dtype, tensor.shape, cls is not torch.Tensor
 
     def component(self, name: str) -> str:
         """Return ``encode_name(name)``."""
@@ -62,39 +73,30 @@ def list_tensors(view: ModelView, states: OptimizerStates, specs: SpecCache) -> 
 
     Each group is in canonical order of the parameters, other state by path within a parameter.
     """
-    return [
-        *(
-            specs.live(f"model/{specs.component(name)}", Role.WEIGHT, parameter, name)
-            for name, parameter in view.parameters.items()
-        ),
-        *_moments(view, states, specs, "exp_avg", Role.EXP_AVG),
-        *_moments(view, states, specs, "exp_avg_sq", Role.EXP_AVG_SQ),
-        *_others(view, states, specs),
-        *(
-            specs.live(f"model/{specs.component(name)}", Role.BUFFER, buffer, None)
-            for name, buffer in view.buffers.items()
-        ),
+    weights = [
+        specs.live(f"model/{specs.component(name)}", Role.WEIGHT, parameter, name)
+        for name, parameter in view.parameters.items()
     ]
-
-
-def _moments(
-    view: ModelView, states: OptimizerStates, specs: SpecCache, path: str, role: Role
-) -> Iterator[LiveTensor]:
-    for name, state in states.by_param.items():
-        tensor = state.tensors.get(path)
-        if tensor is not None and tensor.shape == view.parameters[name].shape:
-            yield specs.live(f"optimizer/{specs.component(name)}/{path}", role, tensor, name)
-
-
-def _others(view: ModelView, states: OptimizerStates, specs: SpecCache) -> Iterator[LiveTensor]:
+    firsts: list[LiveTensor] = []
+    seconds: list[LiveTensor] = []
+    others: list[LiveTensor] = []
+    # In one pass: with thousands of parameters each look at a tensor counts.
     for name, state in states.by_param.items():
         shape = view.parameters[name].shape
         prefix = f"optimizer/{specs.component(name)}/"
         for path in sorted(state.tensors):
             tensor = state.tensors[path]
-            is_moment = path in ("exp_avg", "exp_avg_sq") and tensor.shape == shape
-            if not is_moment and prefix + path not in states.ties:
-                yield specs.live(prefix + path, Role.OPTIMIZER, tensor, name)
+            if path == "exp_avg" and tensor.shape == shape:
+                firsts.append(specs.live(prefix + path, Role.EXP_AVG, tensor, name))
+            elif path == "exp_avg_sq" and tensor.shape == shape:
+                seconds.append(specs.live(prefix + path, Role.EXP_AVG_SQ, tensor, name))
+            elif prefix + path not in states.ties:
+                others.append(specs.live(prefix + path, Role.OPTIMIZER, tensor, name))
+    buffers = [
+        specs.live(f"model/{specs.component(name)}", Role.BUFFER, buffer, None)
+        for name, buffer in view.buffers.items()
+    ]
+    return [*weights, *firsts, *seconds, *others, *buffers]
 
 
 def predict_states(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dist_ckpt.errors import SettingError
 
-__all__ = ["Retention", "plan_retention"]
+__all__ = ["Retention", "plan_bins", "plan_retention"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,8 @@ class Retention:
     Attributes:
         keep_last: So many newest verified generations; None keeps all.
         keep_every: Also each whose step is a multiple of it; None for none.
-        keep_bins: ``step_N.bin`` files of only so many newest generations; None keeps one with each generation.
+        keep_bins: ``step_N.bin`` files of only so many newest generations; None keeps one with each
+            generation.
 
     Raises:
         SettingError: A setting would keep nothing, or isn't a count.
@@ -61,3 +62,11 @@ def plan_retention(
         elif retention.keep_every is not None and step % retention.keep_every == 0:
             kept[step] = "keep_every"
     return kept
+
+
+def plan_bins(kept: Collection[int], *, retention: Retention) -> list[int]:
+    """Return the steps, of generations that stay, whose ``step_N.bin`` may go, ascending."""
+    if retention.keep_bins is None:
+        return []
+    steps = sorted(kept)
+    return steps[: max(0, len(steps) - retention.keep_bins)]

@@ -1,12 +1,13 @@
-"""The generations of one run directory: prepare → commit or abort; list, read, verify, retire. Layer 4.
+"""The generations of a run: prepare → commit or abort; list, read, verify, retire. Layer 4.
 
-Not collective: rank 0 prepares, commits and retires, every rank may read. A generation exists only once it is
-committed; its files never change after that.
+Not collective: rank 0 prepares, commits and retires, every rank may read. A generation exists only
+once it is committed; its files never change after that.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -39,6 +40,7 @@ __all__ = ["GenerationStore"]
 _MANIFEST_LIMIT_BYTES = 1 << 30
 _TEMPORARY = ".tmp-"
 _SUM_SUFFIX = ".sha256"
+_WAY_OUT = "Use another generation; `dist-ckpt verify RUN` names the whole ones."
 
 
 class GenerationStore:
@@ -104,7 +106,7 @@ class GenerationStore:
             raise DigestMismatchError(
                 f"{path} was changed: its digest is {found}, "
                 f"the resume point says {point.index['digest']}.",
-                next_step="Use another generation; `dist-ckpt verify RUN` names the whole ones.",
+                next_step=_WAY_OUT,
                 path=str(path),
                 expected=point.index["digest"],
                 found=found,
@@ -139,29 +141,33 @@ class GenerationStore:
             if not storage.exists(path):
                 raise NotFoundError(
                     f"{path} is missing.",
-                    next_step="Use another generation; `dist-ckpt verify RUN` names the whole ones.",
+                    next_step=_WAY_OUT,
                     path=str(path),
                 )
             size = storage.file_size(path)
             if size != record["size_bytes"]:
                 raise CorruptFileError(
                     f"{path} has {size} bytes instead of {record['size_bytes']}.",
-                    next_step="Use another generation; `dist-ckpt verify RUN` names the whole ones.",
+                    next_step=_WAY_OUT,
                     path=str(path),
                     expected=record["size_bytes"],
                     found=size,
                 )
 
     def verified_at(self, step: int) -> float | None:
-        """Return when this very generation was read back and found whole (seconds since the epoch), or None."""
+        """Return when this very generation was read back whole, in seconds since the epoch.
+
+        None where it wasn't, or where ``verified.json`` is of another generation or unreadable.
+        """
         try:
             data = storage.read_file(self.path(step) / VERIFIED_NAME, limit_bytes=1 << 16)
             body = load_strict_json(data, path=VERIFIED_NAME)
             if body.get("resume_point") != storage.digest_bytes(self.manifest_bytes(step)):
                 return None
-            return float(body["time"])
-        except (DistCkptError, KeyError, TypeError, ValueError):
+            when = float(body["time"])
+        except (DistCkptError, KeyError, TypeError, ValueError, OverflowError):
             return None
+        return when if math.isfinite(when) else None
 
     def verify(
         self,
@@ -191,9 +197,22 @@ class GenerationStore:
 
     # Writing, rank 0
 
+    def create(self) -> None:
+        """Have the run directory and ``checkpoints/``, each found again after a power cut.
+
+        A generation is no more durable than the names that lead to it.
+        """
+        _make_durable(self.directory)
+
     def prepare(self, step: int, save_id: str) -> Path:
-        """Return a fresh temporary directory for the files of a save."""
-        storage.make_dir(self.directory, exist_ok=True)
+        """Return a fresh temporary directory for the files of a save.
+
+        A ``step_N.bin`` without a generation is of an earlier generation of that step and would be
+        taken for the new one's: it is moved to ``archive/``.
+        """
+        self.create()
+        if not storage.exists(self.path(step)):
+            self._set_bin_aside(step, f"leftover_{step:06d}")
         temporary = self.directory / f"{_TEMPORARY}{step_name(step)}-{save_id}"
         storage.make_dir(temporary)
         return temporary
@@ -201,8 +220,12 @@ class GenerationStore:
     def commit(self, temporary: Path, point: ResumePoint, index: bytes) -> None:
         """Make the prepared directory the generation of ``point.step``; durable when it returns.
 
-        The files of all ranks are in place and synced. ``resume_point.json`` is written last, the directory is
-        synced before it gets its name, and the parent after.
+        The files of all ranks are in place and synced. ``resume_point.json`` is written last, the
+        directory is synced before it gets its name, and the parent after.
+
+        Raises:
+            StorageError: This step is committed already, or the system refused. Where only the
+                last sync failed the generation is there, and a power cut may take it away.
         """
         storage.write_durable(temporary / INDEX_NAME, index)
         storage.write_durable(temporary / RESUME_POINT_NAME, encode_resume_point(point))
@@ -224,9 +247,10 @@ class GenerationStore:
         storage.replace_durable(path, json.dumps(body, allow_nan=False).encode(), mode=0o400)
 
     def retire(self, step: int) -> None:
-        """Remove a generation and its .bin: under another name first, so that no half of it can be mistaken.
+        """Remove a generation and its .bin.
 
         The .bin goes first: a crash in between leaves a whole generation, which is retired again.
+        The generation loses its name before its first file, so that no half of it has that name.
         """
         self.drop_bin(step)
         trash = self.directory / f"{_TEMPORARY}trash-{step_name(step)}-{secrets.token_hex(4)}"
@@ -235,29 +259,43 @@ class GenerationStore:
 
     def drop_bin(self, step: int) -> None:
         """Remove ``step_N.bin`` and its sum, if there."""
-        path = self.bin_path(step)
-        for name in (path.name + _SUM_SUFFIX, path.name):
-            storage.unlink(self.run_dir / name, missing_ok=True)
+        for path in reversed(self._bin_files(step)):
+            storage.unlink(path, missing_ok=True)
         storage.sync_dir(self.run_dir)
 
     def set_aside(self, step: int, label: str) -> Path:
         """Move a generation and its .bin into ``archive/LABEL…/``; return where it lies now.
 
-        Nothing is removed. The directory's name gets a number where the label is taken.
+        Nothing is removed or replaced: the label gets a number where it is taken. The .bin goes
+        first: a crash in between leaves a whole generation, whose .bin can be made again.
         """
-        storage.make_dir(self.archive, exist_ok=True)
-        home = self.archive / label
-        number = 1
-        while storage.exists(home / step_name(step)):
+        home = self._home(label, step)
+        self._move_bin(step, home)
+        storage.rename_durable(self.path(step), home / step_name(step))
+        return home / step_name(step)
+
+    def _set_bin_aside(self, step: int, label: str) -> None:
+        if any(storage.exists(path) for path in self._bin_files(step)):
+            self._move_bin(step, self._home(label, step))
+
+    def _home(self, label: str, step: int) -> Path:
+        """Return a directory of the archive with nothing of ``step`` in it, its name durable."""
+        names = [step_name(step), *(path.name for path in self._bin_files(step))]
+        home, number = self.archive / label, 1
+        while any(storage.exists(home / name) for name in names):
             number += 1
             home = self.archive / f"{label}-{number}"
-        storage.make_dir(home, exist_ok=True)
-        storage.rename_durable(self.path(step), home / step_name(step))
+        _make_durable(home)
+        return home
+
+    def _bin_files(self, step: int) -> tuple[Path, Path]:
         path = self.bin_path(step)
-        for name in (path.name, path.name + _SUM_SUFFIX):
-            if storage.exists(self.run_dir / name) and not storage.exists(home / name):
-                storage.rename_durable(self.run_dir / name, home / name)
-        return home / step_name(step)
+        return path, path.with_name(path.name + _SUM_SUFFIX)
+
+    def _move_bin(self, step: int, home: Path) -> None:
+        for path in self._bin_files(step):
+            if storage.exists(path):
+                storage.rename_durable(path, home / path.name)
 
     def clean(self) -> list[str]:
         """Remove what interrupted saves and retirements left; return the names."""
@@ -274,11 +312,32 @@ class GenerationStore:
     # Pins
 
     def pins(self) -> Mapping[int, str]:
-        """Return step → reason of the pinned generations."""
+        """Return step → reason of the pinned generations.
+
+        Raises:
+            CorruptFileError: ``pins.json`` isn't an object of step numbers: nobody may guess what
+                was pinned.
+        """
         path = self.run_dir / "pins.json"
         if not storage.exists(path):
             return {}
         body: dict[str, Any] = load_strict_json(
             storage.read_file(path, limit_bytes=1 << 24), path=path
         )
+        if wrong := [key for key in body if not (key.isascii() and key.isdigit())]:
+            raise CorruptFileError(
+                f"{path} pins {wrong[0]!r}, which isn't a step number.",
+                next_step="Mend it by hand or move it away; until then nothing is retired.",
+                path=str(path),
+                found=wrong[0],
+            )
         return {int(step): str(reason) for step, reason in body.items()}
+
+
+def _make_durable(directory: Path) -> None:
+    """Have a directory whose name is durable, and so are those of the parents made for it."""
+    if storage.exists(directory):
+        return
+    _make_durable(directory.parent)
+    storage.make_dir(directory, exist_ok=True)
+    storage.sync_dir(directory.parent)

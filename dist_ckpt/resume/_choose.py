@@ -1,9 +1,12 @@
-"""Choose the newest usable generation and restore it on all ranks, in the order of K6. Layer 5, main thread, collective.
+"""Choose the newest usable generation and restore it on all ranks. Layer 5, collective.
 
-    model and optimizer tensors → groups, scheduler, scaler → data, user's state → (later) random state
+The order is that of requirement K6:
 
-A generation whose bytes aren't right is skipped, on all ranks or on none; a generation that doesn't fit the live
-objects is an error, since an older one wouldn't fit either.
+    model and optimizer tensors → groups, scheduler, scaler → data, user's state → (later) random
+    state
+
+A generation whose bytes aren't right is skipped, on all ranks or on none; a generation that doesn't
+fit the live objects is an error, since an older one wouldn't fit either.
 """
 
 from __future__ import annotations
@@ -20,9 +23,8 @@ from dist_ckpt.errors import (
     CorruptFileError,
     DistCkptError,
     ForeignFileError,
-    JobError,
-    NoUsableGenerationError,
     NotFoundError,
+    NoUsableGenerationError,
     RankFailedError,
 )
 from dist_ckpt.generations import GenerationStore
@@ -76,7 +78,7 @@ def restore_newest(
     generators: Mapping[str, Any] | None = None,
     only: int | None = None,
 ) -> Resumed | None:
-    """Restore everything but random state from the newest usable generation; None where there is none at all.
+    """Restore all but random state from the newest usable generation; None where none exists.
 
     Args:
         store: The run's generations.
@@ -98,7 +100,7 @@ def restore_newest(
         steps = [step for step in steps if step == only]
     skipped: list[Skipped] = []
     for step in reversed(steps):
-        attempt = _Restore(store, comm, captured, step, accept, omit)
+        attempt = _Restore(store, comm, captured, step, accept=accept, omit=omit)
         try:
             resumed = attempt.run(admit, generators or {})
         except _Unusable as fault:
@@ -130,8 +132,8 @@ def _way_out(store: GenerationStore) -> str:
     bins = sorted(name for name in storage.list_names(store.run_dir) if name.endswith(".bin"))
     if bins:
         return (
-            f"{store.run_dir / bins[-1]} may still be good (`dist-ckpt verify` tells); its weights and "
-            "moments can start a new run."
+            f"{store.run_dir / bins[-1]} may still be good (`dist-ckpt verify` tells); its weights "
+            "and moments can start a new run."
         )
     return "Restore a copy of the run directory, or start a new run in another directory."
 
@@ -151,6 +153,7 @@ class _Restore:
         comm: Comm,
         captured: Captured,
         step: int,
+        *,
         accept: Collection[str],
         omit: Collection[str],
     ) -> None:
@@ -162,7 +165,7 @@ class _Restore:
         self._omit = frozenset(omit)
 
     def run(self, admit: Callable[[ResumePoint], None], generators: Mapping[str, Any]) -> Resumed:
-        comm, captured = self._comm, self._captured
+        comm = self._comm
         point = self._together("open", self._open)
         if comm.rank == 0:
             self._together("identity", lambda: admit(point))
@@ -225,14 +228,18 @@ class _Restore:
         if point.world_size == self._comm.world_size:
             return []
         return [
-            f"world size {point.world_size} → {self._comm.world_size}: sums between ranks are made in "
-            "another order, so the continuation can't be compared bit by bit",
-            "buffers and the user's state are rank 0's on every rank; ranks that are new derive their "
-            "random state from rank 0's, the step and their rank",
+            (
+                f"world size {point.world_size} → {self._comm.world_size}: sums between ranks are "
+                "made in another order, so the continuation can't be compared bit by bit"
+            ),
+            (
+                "buffers and the user's state are rank 0's on every rank; ranks that are new "
+                "derive their random state from rank 0's, the step and their rank"
+            ),
         ]
 
     def _together(self, phase: str, work: Callable[[], Any]) -> Any:
-        """Run ``work`` on every rank and end alike: all go on, all skip this generation, or all raise."""
+        """Run ``work`` on every rank and end alike: all go on, all skip it, or all raise."""
         result, error = None, None
         try:
             result = work()
@@ -260,7 +267,7 @@ class _Restore:
 
 
 def _verdict(error: Exception) -> str:
-    return "unusable" if isinstance(error, _UNUSABLE) and not isinstance(error, JobError) else "fatal"
+    return "unusable" if isinstance(error, _UNUSABLE) else "fatal"
 
 
 def _id_of(error: Exception) -> str:

@@ -1,7 +1,8 @@
 """Random state for ranks that the saved job didn't have. Layer 5, no I/O.
 
-A rank that existed keeps its generators. A new one can't: nobody drew for it. It derives its own from rank 0's saved
-state, the step and its rank, so that the same resume gives the same draws again and no two ranks share theirs.
+A rank that existed keeps its generators. A new one can't: nobody drew for it. It derives its own
+from rank 0's saved state, the step and its rank, so that the same resume gives the same draws again
+and no two ranks share theirs.
 """
 
 from __future__ import annotations

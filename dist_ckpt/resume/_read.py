@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,8 @@ from dist_ckpt.storage import FileDigest, Segment
 
 __all__ = ["Reader"]
 
-#: Tensors that can't be read in place (on a device, strided) go through host memory of this size at a time.
+#: Tensors that can't be read in place (on a device, strided) go through host memory of this size at
+#: a time.
 _BOUNCE_BYTES = 256 << 20
 
 
@@ -62,12 +62,14 @@ class Reader:
         size = self._digests[name].size_bytes
         if size < TAIL_BYTES:
             raise CorruptFileError(
-                f"{path} has only {size} bytes.", next_step="Use another generation.", path=str(path)
+                f"{path} has only {size} bytes.",
+                next_step="Use another generation.",
+                path=str(path),
             )
-        start = tail_start(self._bytes(name, size - TAIL_BYTES, TAIL_BYTES), file_size=size, path=path)
-        tail = parse_tail(
-            self._bytes(name, start, size - TAIL_BYTES - start), limit=start, path=path
-        )
+        last = self._bytes(name, size - TAIL_BYTES, TAIL_BYTES)
+        start = tail_start(last, file_size=size, path=path)
+        data = self._bytes(name, start, size - TAIL_BYTES - start)
+        tail = parse_tail(data, limit=start, path=path)
         if (tail.rank, tail.step, tail.id) != (rank, self._point.step, self._point.id):
             raise CorruptFileError(
                 f"{path} is of rank {tail.rank}, step {tail.step}, save {tail.id[:8]}; "
@@ -166,7 +168,7 @@ def _view(tensor: torch.Tensor) -> memoryview:
     if tensor.numel() == 0:
         return memoryview(bytearray())
     flat: np.ndarray[Any, np.dtype[np.uint8]] = tensor.detach().view(-1).view(torch.uint8).numpy()
-    return memoryview(flat)
+    return flat.data
 
 
 def _batches(

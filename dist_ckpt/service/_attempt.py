@@ -1,4 +1,4 @@
-"""One lifetime of the job in a run directory: its number, its lock, its files. Layer 6; opening is collective."""
+"""One lifetime of the job in a run directory: its number, its lock, its files. Layer 6."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 import secrets
 import socket
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,14 @@ class Attempt:
     history: History | NullHistory
     lock: RunLock | None
     removed: tuple[str, ...] = ()
+    warn: Callable[[str], None] = field(default=lambda _text: None, repr=False)
+
+    def journal(self, event: str, *, step: int | None = None, **fields: Any) -> None:
+        """Add an event to the journal; a disk that refuses it doesn't end training. Any thread."""
+        try:
+            self.history.journal.append(event, step=step, **fields)
+        except StorageError as error:
+            self.warn(f"the journal could not take {event!r}: {error}")
 
     def check_lock(self) -> None:
         """Return if the run directory is still this job's."""
@@ -96,7 +105,7 @@ def _start(
     for directory in (run_dir, store.directory):
         storage.make_dir(directory, exist_ok=True, parents=True)
     name = run_name(run_dir)
-    holder = {
+    holder: dict[str, Any] = {
         "pid": os.getpid(),
         "start_time": announce.process_start_time(os.getpid()),
         "host": socket.gethostname(),

@@ -1,7 +1,7 @@
 """What all ranks agree on at a boundary: one vector of numbers, the largest of each wins. Pure.
 
-Every rank decides by itself from the agreed vector, so all decide the same; rank 0's wishes (a request from outside)
-travel in the same vector.
+Every rank decides by itself from the agreed vector, so all decide the same; rank 0's wishes (a
+request from outside) travel in the same vector.
 """
 
 from __future__ import annotations
@@ -63,7 +63,13 @@ class Decision:
 
 
 def decide(
-    agreed: Wishes, *, step: int, every: int, is_last: bool, usr1_waits: bool, is_start: bool = False
+    agreed: Wishes,
+    *,
+    step: int,
+    every: int,
+    is_last: bool,
+    usr1_waits: bool,
+    is_start: bool = False,
 ) -> Decision:
     """Return what happens at the boundary of ``step``.
 

@@ -1,9 +1,11 @@
-"""One save from the arena to a verified generation, on the background thread of every rank. Layer 6.
+"""One save, from the arena to a verified generation, on the background thread. Layer 6.
 
-    prepare (space, directory) → every rank writes and syncs its two files → rank 0 commits → told to all
+    prepare (space, directory) → every rank writes and syncs its two files → rank 0 commits → told
+    to all
       → every rank reads another rank's files back → rank 0 marks it verified → export → retention
 
-Reports and outcomes go through the store, never through a collective: the training thread has those.
+Reports and outcomes go through the store, never through a collective: the training thread has
+    those.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from dist_ckpt.storage import PIECE_BYTES, FileDigest
 
 __all__ = ["Job", "Outcome", "Saves", "finish_generation", "run_job", "tidy"]
 
-#: What reading back costs beside writing (facts.md); only used to tell whether the deadline leaves time for it.
+#: What reading back costs beside writing (facts.md); only used to tell whether the deadline leaves
+#: time for it.
 _VERIFY_SHARE = 0.8
 
 
@@ -86,7 +89,8 @@ class Outcome:
 
     Attributes:
         finish: The deadline leaves time to read back and export.
-        content: Digest of weights and optimizer state of all ranks, to notice a save that repeats its parent.
+        content: Digest of weights and optimizer state of all ranks, to notice a save that repeats
+            its parent.
     """
 
     finish: bool
@@ -101,7 +105,8 @@ def run_job(saves: Saves, job: Job) -> Outcome:
         job: What to save.
 
     Raises:
-        SaveFailedError: A rank failed; it is named, nothing of the save is left, earlier generations are untouched.
+        SaveFailedError: A rank failed; it is named, nothing of the save is left, earlier
+            generations are untouched.
         JobError: The ranks lost each other.
     """
     comm = saves.comm
@@ -110,7 +115,9 @@ def run_job(saves: Saves, job: Job) -> Outcome:
     try:
         prepared = json.loads(
             comm.exchange(
-                f"prepare {job.id}", _first_report(saves, job), lambda all_: _prepare(saves, job, all_)
+                f"prepare {job.id}",
+                _first_report(saves, job),
+                lambda all_: _prepare(saves, job, all_),
             )
         )
         _raise_errors(job, prepared["errors"])
@@ -150,9 +157,9 @@ def _prepare(saves: Saves, job: Job, reports: list[bytes]) -> bytes:
     if not errors and job.layout is not None:
         need = sum(p["num_bytes"] for p in parsed) + len(job.index) + (1 << 20)
         canonical = job.layout.canonical
-        if saves.export != "never" and canonical.refused is None:
-            if not canonical.is_shard or saves.export_copy:
-                need += 8 + 12 * canonical.num_params
+        exports = saves.export != "never" and canonical.refused is None
+        if exports and (saves.export_copy or not canonical.is_shard):
+            need += 8 + 12 * canonical.num_params
         try:
             saves.check_lock()
             storage.check_space(saves.store.run_dir, need, saves.reserve_bytes)
@@ -189,9 +196,11 @@ def _write(saves: Saves, job: Job, directory: Path) -> bytes:
 
 def _content(staged: Staged, digest: FileDigest) -> str:
     """Return a digest of weights and optimizer state alone, without the step in the header."""
-    found = xxhash.xxh3_128(staged.shard[staged.header_bytes : min(PIECE_BYTES, staged.shard_bytes)])
+    found = xxhash.xxh3_128(
+        staged.shard[staged.header_bytes : min(PIECE_BYTES, staged.shard_bytes)].data
+    )
     found.update("".join(digest.pieces[1:]).encode())
-    found.update(staged.state[: staged.optimizer_bytes])
+    found.update(staged.state[: staged.optimizer_bytes].data)
     return str(found.hexdigest())
 
 
@@ -262,15 +271,17 @@ def _raise_errors(job: Job, errors: Mapping[str, str]) -> None:
 def finish_generation(saves: Saves, step: int, id_: str, *, answered_signal: bool) -> bool:
     """Read a committed generation back, export it, retire old ones; return whether it is verified.
 
-    Every rank reads the files of the next rank (its own when alone) past the page cache. A generation that
-    doesn't read back whole is set aside and the run goes on with the one before.
+    Every rank reads the files of the next rank (its own when alone) past the page cache. A
+    generation that doesn't read back whole is set aside and the run goes on with the one before.
     """
     comm, store = saves.comm, saves.store
     error = None
     try:
         point = store.manifest(step)
-        other = (comm.rank + 1) % point.world_size
-        store.verify(point, names=(shard_name(other), state_name(other)))
+        # Of a generation of more ranks than there are now, each reads several ranks' files.
+        others = range((comm.rank + 1) % comm.world_size, point.world_size, comm.world_size)
+        names = [name(other) for other in others for name in (shard_name, state_name)]
+        store.verify(point, names=names)
     except (DistCkptError, OSError) as caught:
         error = str(caught)
 
@@ -297,7 +308,7 @@ def finish_generation(saves: Saves, step: int, id_: str, *, answered_signal: boo
 
 
 def tidy(saves: Saves, step: int, *, answered_signal: bool) -> None:
-    """Rank 0: export what lacks its .bin, retire what retention lets go. Faults are said, not raised."""
+    """Rank 0: export, and retire what retention lets go. Faults are said, not raised."""
     if saves.export == "always" or (saves.export == "signal" and answered_signal):
         _export(saves, step)
     try:
@@ -330,7 +341,7 @@ def _retire(saves: Saves) -> None:
             store.retire(step)
             saves.journal("retired", step=step)
     if saves.retention.keep_bins is not None:
-        keep = sorted(kept)[len(kept) - saves.retention.keep_bins :]
+        keep = sorted(kept)[max(0, len(kept) - saves.retention.keep_bins) :]
         for step in sorted(kept):
             if step not in keep and storage.exists(store.bin_path(step)):
                 store.drop_bin(step)

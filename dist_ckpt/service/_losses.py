@@ -1,15 +1,15 @@
-"""What the body of a step recorded, kept until it can be written without making the device wait. Layer 6."""
+"""What a step recorded, kept until writing it makes nobody wait. Layer 6."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from dist_ckpt.comm import Comm
-from dist_ckpt.errors import UsageError
+from dist_ckpt.errors import StorageError, UsageError
 from dist_ckpt.history import History, NullHistory
 
 __all__ = ["Losses"]
@@ -23,20 +23,44 @@ class _Entry:
     samples: list[tuple[str, Any]] = field(default_factory=list)
 
 
+@dataclass
+class _Line:
+    """A finished entry: plain numbers."""
+
+    step: int
+    loss: float | None
+    metrics: dict[str, Any]
+    samples: list[tuple[str, float | None]]
+
+
 class Losses:
     """Entries of at most two steps: the one being made and, on a device, the one before.
 
     Args:
         history: Where they go.
         comm: For the mean over ranks.
+        warn: Told once when the disk refuses.
         mean: Log the mean of all ranks' losses instead of rank 0's.
     """
 
-    def __init__(self, history: History | NullHistory, comm: Comm, *, mean: bool) -> None:
+    def __init__(
+        self,
+        history: History | NullHistory,
+        comm: Comm,
+        warn: Callable[[str], None],
+        *,
+        mean: bool,
+    ) -> None:
         self._history = history
         self._comm = comm
+        self._warn = warn
         self._mean = mean
         self._pending: list[_Entry] = []
+        # Agreed numbers that the disk didn't take yet; a full disk must not end training.
+        self._unwritten: list[_Line] = []
+        # Apart from the list, which holds a line for an instant at every step: another thread
+        # looks.
+        self._was_refused = False
 
     def record(self, step: int, loss: Any, metrics: Mapping[str, Any]) -> None:
         """Keep detached copies; a later call in the same body adds to them."""
@@ -60,16 +84,47 @@ class Losses:
         while self._pending:
             entry = self._pending[0]
             if before is not None and entry.step >= before and _on_device(entry):
-                return
+                break
             self._pending.pop(0)
-            loss = None if entry.loss is None else float(entry.loss)
-            if self._mean and loss is not None:
-                loss = self._comm.mean(loss)
-            metrics = {name: _plain(value) for name, value in entry.metrics.items()}
-            self._history.record(entry.step, loss, metrics)
-            for text, sample_loss in entry.samples:
-                number = loss if sample_loss is None else float(sample_loss)
-                self._history.sample(entry.step, text, number)
+            self._unwritten.append(self._line(entry))
+        self._write()
+
+    def sync(self) -> None:
+        """Have all that was flushed on disk; on the background thread, before a commit.
+
+        Raises:
+            StorageError: The disk refused; a generation must not be newer than its history.
+        """
+        if self._was_refused:
+            raise StorageError(
+                f"{len(self._unwritten)} losses could not be written to the history.",
+                next_step="Make room on the disk; the next save tries again.",
+                operation="append",
+            )
+        self._history.sync()
+
+    def _line(self, entry: _Entry) -> _Line:
+        loss = None if entry.loss is None else float(entry.loss)
+        if self._mean and loss is not None:
+            loss = self._comm.mean(loss)
+        samples = [(text, loss if own is None else float(own)) for text, own in entry.samples]
+        metrics = {name: _plain(value) for name, value in entry.metrics.items()}
+        return _Line(entry.step, loss, metrics, samples)
+
+    def _write(self) -> None:
+        while self._unwritten:
+            line = self._unwritten[0]
+            try:
+                self._history.record(line.step, line.loss, line.metrics)
+                for text, loss in line.samples:
+                    self._history.sample(line.step, text, loss)
+            except StorageError as error:
+                if not self._was_refused:  # said once, not at every step
+                    self._warn(f"the history could not be written, it is kept in memory: {error}")
+                self._was_refused = True
+                return
+            self._unwritten.pop(0)
+        self._was_refused = False
 
     def _entry(self, step: int) -> _Entry:
         if not self._pending or self._pending[-1].step != step:

@@ -1,4 +1,4 @@
-"""The start of an attempt: which resume point, whether it is this run's, what is set aside. Layer 6, collective."""
+"""The start of an attempt: which resume point, is it this run's, what is set aside. Layer 6."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ class Start:
 
     Attributes:
         resumed: The resume point, None at a fresh start.
-        identity: What this attempt's resume points say of structure, configuration, data, code and versions.
+        identity: What this attempt's resume points say of structure, configuration, data, code and
+            versions.
         parent: ``{"step", "id", "content"}`` of the resume point.
-        unverified: The resume point has not been read back as a whole yet.
+        unverified: Steps of generations that were never read back as a whole.
     """
 
     resumed: Resumed | None
     identity: Mapping[str, Any]
     parent: Mapping[str, Any] | None
-    unverified: bool
+    unverified: tuple[int, ...]
 
 
 def start_run(
@@ -43,16 +44,17 @@ def start_run(
     comm: Comm,
     captured: Captured,
     settings: Settings,
+    *,
     voice: Voice,
     data: Any,
     generators: Mapping[str, Any],
 ) -> Start:
-    """Restore the newest usable generation, or the one asked for; journal what was found and done."""
+    """Restore the newest usable generation, or the one asked for; journal what was found."""
     rewind_to = _rewind_to(settings)
     found = comm.together("looking at the data", lambda: _describe(comm, captured, settings, data))
     for note in found.notes:
         voice.say(note)
-        attempt.history.journal.append("note", text=note)
+        attempt.journal("note", text=note)
     admitted: list[Any] = []
 
     def admit(point: ResumePoint) -> None:
@@ -71,16 +73,20 @@ def start_run(
         generators=generators,
         only=rewind_to,
     )
-    facts = json.loads(comm.broadcast(json.dumps(found.facts).encode() if comm.rank == 0 else None))
-    unverified = False
+    facts = found.facts
+    if resumed is not None:
+        facts = identity.carry_on(resumed.point.identity, facts)
+    facts = json.loads(comm.broadcast(json.dumps(facts).encode() if comm.rank == 0 else None))
+    unverified: list[int] = []
     if comm.rank == 0:
         comparable = _report(attempt, resumed, admitted, comm, voice)
         if rewind_to is not None:
             _rewind(attempt, rewind_to, voice)
         attempt.history.begin(resumed.step if resumed else None, comparable=comparable)
-        unverified = resumed is not None and attempt.store.verified_at(resumed.step) is None
-    unverified = bool(comm.agree([unverified])[0])
-    return Start(resumed, facts, _parent(resumed), unverified)
+        store = attempt.store
+        unverified = [step for step in store.steps() if store.verified_at(step) is None]
+    told = comm.broadcast(json.dumps(unverified).encode() if comm.rank == 0 else None)
+    return Start(resumed, facts, _parent(resumed), tuple(json.loads(told)))
 
 
 def _rewind_to(settings: Settings) -> int | None:
@@ -134,38 +140,42 @@ def _report(
     attempt: Attempt, resumed: Resumed | None, admitted: list[Any], comm: Comm, voice: Voice
 ) -> bool:
     """Rank 0: say, journal and set aside; return whether replayed losses must be bit-equal."""
-    journal, store = attempt.history.journal, attempt.store
+    journal, store = attempt.journal, attempt.store
     for name in attempt.removed:
         voice.say(f"removed {name}, left by an interrupted save")
     if resumed is None:
-        journal.append("fresh_start", step=0)
+        journal("fresh_start", step=0)
         voice.say("starts at step 0")
         return True
     for fault in resumed.skipped:
         where = store.set_aside(fault.step, f"faulty_{fault.step:06d}")
-        journal.append(
+        journal(
             "skipped", step=fault.step, id=fault.id, reason=fault.reason, moved_to=where.parent.name
         )
         voice.warn(
             f"step {fault.step} can't be used and was moved to archive/{where.parent.name}: "
             f"{fault.reason}"
         )
-    differences = [str(difference) for difference in admitted]
-    for text in differences:
+    accepted = [str(difference) for difference in admitted if not difference.warning]
+    changed = [str(difference) for difference in admitted if difference.warning]
+    for text in accepted:
         voice.warn(f"accepted: {text}")
-    journal.append(
+    for text in changed:
+        voice.warn(f"not as saved: {text}")
+    journal(
         "resumed",
         step=resumed.step,
         id=resumed.point.id,
         world_size=comm.world_size,
         saved_world_size=resumed.point.world_size,
-        accepted=differences,
+        accepted=accepted,
+        changed=changed,
         notes=list(resumed.notes),
     )
     voice.say(f"resumed from step {resumed.step}")
     for note in resumed.notes:
         voice.say(note)
-    return not differences and resumed.point.world_size == comm.world_size
+    return not admitted and resumed.point.world_size == comm.world_size
 
 
 def _rewind(attempt: Attempt, step: int, voice: Voice) -> None:
@@ -174,7 +184,7 @@ def _rewind(attempt: Attempt, step: int, voice: Voice) -> None:
     for other in later:
         attempt.store.set_aside(other, f"rewind_to_{step:06d}")
     attempt.history.cut(step)
-    attempt.history.journal.append("rewound", step=step, set_aside=later)
+    attempt.journal("rewound", step=step, set_aside=later)
     voice.say(f"went back to step {step}; {len(later)} later generations are in archive/")
 
 
@@ -183,5 +193,3 @@ def _parent(resumed: Resumed | None) -> Mapping[str, Any] | None:
         return None
     point = resumed.point
     return {"step": point.step, "id": point.id, "content": point.notes.get("content")}
-
-

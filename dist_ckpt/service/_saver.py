@@ -1,7 +1,9 @@
 """Takes one instant at a boundary and has a background thread make a generation of it. Layer 6.
 
-The training thread copies and goes on. The next save waits for the commit of the one before, never for its
-verification, and nothing ever queues up: at most one save is being written and one verification pending.
+The training thread copies and goes on. The next save waits for the commit of the one before, never
+for its verification, and nothing ever queues up: at most one save is being written and one
+verification
+    pending.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import hashlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,11 +88,6 @@ class Saver:
 
     # Training thread
 
-    @property
-    def committed_step(self) -> int | None:
-        """Step of the newest generation that this attempt committed or resumed from."""
-        return self._committed_step
-
     def take_failure(self) -> DistCkptError | None:
         """Return why the last save failed, once."""
         with self._lock:
@@ -106,7 +103,7 @@ class Saver:
             self._staging.adopt(layout.ranks[self._comm.rank])
 
     def settle(self) -> bool:
-        """At a boundary: return whether the copy of the last save stands (always, without overlap)."""
+        """At a boundary: return whether the last save's copy stands (always, without overlap)."""
         return self._staging.settle()
 
     def save(
@@ -119,7 +116,8 @@ class Saver:
     ) -> None:
         """Copy this boundary's instant and have it written; returns when it is copied.
 
-        Collective: the layout is agreed on when it changed on any rank. Waits for the save before to be committed.
+        Collective: the layout is agreed on when it changed on any rank. Waits for the save before
+            to be committed.
 
         Raises:
             JobError: The save before is stuck.
@@ -162,26 +160,36 @@ class Saver:
         )
         self._submit(lambda ticket: self._run(job, ticket))
 
-    def tidy_start(self, step: int, *, verify: bool) -> None:
-        """Have the background thread do what an earlier attempt left: verification, export, retention."""
+    def tidy_start(self, step: int, *, unverified: Sequence[int]) -> None:
+        """Have the background thread do what earlier attempts left to do.
+
+        Args:
+            step: The resume point's, whose .bin is made if it lacks one.
+            unverified: Steps of generations that were never read back, the same on every rank.
+        """
 
         def work(ticket: _Ticket) -> None:
             ticket.committed.set()
-            if verify:
-                id_ = f"start {self._subject.nonce}"
-                finish_generation(self._saves, step, id_, answered_signal=True)
-            elif self._comm.rank == 0:
+            for other in unverified:
+                save_id = f"{self._subject.nonce} {other}"
+                whole = finish_generation(self._saves, other, save_id, answered_signal=True)
+                if other == step and not whole:
+                    self._committed_step = None  # set aside: this step has to be saved again
+            if self._comm.rank == 0 and step not in unverified:
                 tidy(self._saves, step, answered_signal=True)
 
         self._submit(work)
 
-    def wait_committed(self) -> None:
-        """Return once no save is on its way to its commit.
+    def wait_committed(self) -> int | None:
+        """Return the step of the newest generation, once no save is on its way to its commit.
+
+        None where this attempt neither committed one nor resumed from one.
 
         Raises:
             JobError: It took longer than two time limits; the disk or a rank is stuck.
         """
         self._wait(lambda ticket: ticket.committed)
+        return self._committed_step
 
     def wait_done(self) -> None:
         """Return once the background thread has nothing left to do; the same errors."""
@@ -208,7 +216,7 @@ class Saver:
             if time.monotonic() > ends:
                 raise JobError(
                     f"The save in flight has not ended within {limit:g} s.",
-                    next_step="Look at the disk and at the other ranks; raise timeout_secs if it is just slow.",
+                    next_step="Look at the disk and the other ranks; if slow, raise timeout_secs.",
                     phase="save",
                 )
 
@@ -218,7 +226,7 @@ class Saver:
         self._queue.put(ticket)
 
     def _save_id(self, step: int) -> str:
-        # The same on every rank without asking: the nonce is rank 0's, the counter counts agreed saves.
+        # The same on every rank without asking: the nonce is rank 0's, the counter counts saves.
         text = f"{self._subject.nonce} {self._counter} {step}".encode()
         return hashlib.blake2b(text, digest_size=16).hexdigest()
 
@@ -289,13 +297,22 @@ class Saver:
                 ticket.done.set()
 
     def _run(self, job: Job, ticket: _Ticket) -> None:
+        before = (self._committed_step, self._parent)
         outcome = run_job(self._saves, job)
         self._committed_step = job.step
         self._parent = {"step": job.step, "id": job.id, "content": outcome.content}
+        self.take_failure()  # that of an earlier save: this one stands in its place
         ticket.committed.set()
         if outcome.finish:
             signals = any(reason.startswith("SIG") for reason in job.reasons)
-            finish_generation(self._saves, job.step, job.id, answered_signal=signals)
+            if not finish_generation(self._saves, job.step, job.id, answered_signal=signals):
+                self._committed_step, self._parent = before
+                raise SaveFailedError(
+                    f"Step {job.step} was saved, but didn't read back whole.",
+                    next_step="It was set aside in archive/; look at the disk. Earlier generations "
+                    "are untouched.",
+                    step=job.step,
+                )
 
     def _fail(self, error: DistCkptError) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""What a user may set, checked before anything is touched. Pure, but for the environment it reads once."""
+"""What a user may set, checked before anything is touched. Layer 6; reads the environment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OMIT_VARIABLE = "DIST_CKPT_OMIT_RESTORE"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything about a run's saves that isn't state; see ``Checkpointer`` for the meaning of each."""
+    """Everything about a run's saves that isn't state; ``Checkpointer`` tells what each means."""
 
     every: int = 100
     retention: Retention = field(default_factory=Retention)
@@ -79,7 +79,9 @@ class Settings:
 
 
 def _words(variable: str) -> frozenset[str]:
-    return frozenset(word.strip() for word in os.environ.get(variable, "").split(",") if word.strip())
+    return frozenset(
+        word.strip() for word in os.environ.get(variable, "").split(",") if word.strip()
+    )
 
 
 def _refuse(name: str, found: object, wanted: str) -> SettingError:

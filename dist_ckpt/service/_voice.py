@@ -13,8 +13,8 @@ _LOGGER = logging.getLogger("dist_ckpt")
 class Voice:
     """Says what happened, on rank 0 only.
 
-    A program that has set logging up gets records of the logger ``dist_ckpt``; any other gets lines on stderr, so that a
-    failed save is seen without any set-up.
+    A program that has set logging up gets records of the logger ``dist_ckpt``; any other gets lines
+    on stderr, so that a failed save is seen without any set-up.
     """
 
     def __init__(self, name: str, rank: int) -> None:

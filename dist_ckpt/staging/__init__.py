@@ -1,4 +1,4 @@
-"""The arena: one instant copied, overlapped where it can be, fenced before the optimizer's next update. Layer 3."""
+"""The arena: one instant copied, overlapped and fenced where that can be. Layer 3."""
 
 from dist_ckpt.staging._arena import RankValues, Staged, Staging, torch_dtype
 from dist_ckpt.staging._overlap import CudaStreams, Overlap, Streams

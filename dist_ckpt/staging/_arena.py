@@ -1,7 +1,8 @@
-"""One rank's arena and the copy of one instant into it. Layer 3; runs on the training thread, no collective.
+"""One rank's arena and the copy of one instant into it. Layer 3, training thread.
 
-The arena holds the two files that the rank writes, one behind the other, in the order of their bytes. It is allocated
-and touched once and reused by every save: copying into fresh pages runs at a fifth of the speed.
+The arena holds the two files that the rank writes, one behind the other, in the order of their
+bytes. It is allocated and touched once and reused by every save: copying into fresh pages runs at a
+fifth of the speed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from dist_ckpt.storage import PAGE_BYTES, Arena
 
 __all__ = ["RankValues", "Staged", "Staging", "torch_dtype"]
 
-#: Room for values whose size is known at the save only (RNG, cursor, user's state); grows when it must.
+#: Room for values whose size is known at the save only (RNG, cursor, user's state); grows when it
+#: must.
 _SLACK_BYTES = 1 << 20
 
 
@@ -75,7 +77,7 @@ class RankValues:
 
 @dataclass
 class _Sink:
-    """Collects tensors inside values; gives each a number and a place behind those of the layout."""
+    """Collects tensors inside values; gives each a number, and a place behind the layout's."""
 
     end: int
     items: list[tuple[OwnTensor, torch.Tensor]] = field(default_factory=list)
@@ -93,8 +95,8 @@ class Staging:
     """Owns the arena; turns live tensors into the bytes of this rank's files.
 
     Args:
-        overlap: Copies what the optimizer owns during the next step (CUDA), None where everything is
-            copied at the boundary.
+        overlap: Copies what the optimizer owns during the next step (CUDA), None where everything
+            is copied at the boundary.
     """
 
     def __init__(self, overlap: Overlap | None = None) -> None:
@@ -123,7 +125,7 @@ class Staging:
         return self._overlap is None or self._overlap.settle()
 
     def adopt(self, plan: RankLayout, *, values_bytes: int = 0) -> None:
-        """Have an arena that fits ``plan``, its pages touched; costs time only when the plan is a new one.
+        """Have an arena that fits ``plan``, its pages touched; costs time only for a new plan.
 
         Raises:
             StorageError: The memory can't be had.
@@ -171,8 +173,10 @@ class Staging:
     ) -> Staged:
         """Copy one instant into the arena.
 
-        Everything is copied when this returns, except, with ``may_overlap`` on CUDA, what only the optimizer
-        changes: that is copied before the optimizer's next update, and :meth:`Staged.wait` waits for it.
+        Everything is copied when this returns, except, with ``may_overlap`` on CUDA, what only the
+        optimizer changes: that is copied before the optimizer's next update, and
+        :meth:`Staged.wait` waits
+            for it.
 
         Raises:
             UnsupportedValueError: A value appeared that can't be kept.

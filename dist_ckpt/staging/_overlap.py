@@ -1,9 +1,9 @@
-"""Copy from the GPU during the next step's forward and backward, fenced before the optimizer's next update. Layer 3.
+"""Copy from the GPU during the next forward and backward, fenced before the next update. Layer 3.
 
-What only the optimizer changes stays as it is until its next step. So the copy runs on a side stream, and a hook that
-the optimizer calls before its step makes the training stream (not the host) wait for it. The hook is also the proof: if
-none has fired by the next boundary (CUDA graphs, an optimizer inside backward), nobody knows what was copied, and the
-copy counts as dropped.
+What only the optimizer changes stays as it is until its next step. So the copy runs on a side
+stream, and a hook that the optimizer calls before its step makes the training stream (not the host)
+wait for it. The hook is also the proof: if none has fired by the next boundary (CUDA graphs, an
+optimizer inside backward), nobody knows what was copied, and the copy counts as dropped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class CudaStreams:
     """One side stream of the current CUDA device."""
 
     def __init__(self) -> None:
-        self._side = torch.cuda.Stream()
+        self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
         """Queue the copies on the side stream, behind what the current stream has queued."""
@@ -51,7 +51,7 @@ class CudaStreams:
                 target.copy_(source, non_blocking=True)
                 # The allocator must not hand this memory out while the side stream reads it.
                 source.record_stream(self._side)
-        mark = torch.cuda.Event()
+        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
         mark.record(self._side)
         return mark
 
@@ -115,7 +115,7 @@ class Overlap:
         return False
 
     def finish(self) -> None:
-        """Wait for the copy on the host and let it stand; for a last save, after which no step comes."""
+        """Wait for the copy on the host and let it stand: a last save, no step comes after it."""
         if not self._settled.is_set():
             self._streams.wait(self._mark)
             self._fenced = True
@@ -145,7 +145,8 @@ class Overlap:
             return
         self.unpin()
         address = arena.array.ctypes.data
-        status = torch.cuda.cudart().cudaHostRegister(address, arena.size_bytes, 0)
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = runtime.cudaHostRegister(address, arena.size_bytes, 0)
         if int(status) != 0:
             raise StorageError(
                 f"CUDA refused to pin the arena of {arena.size_bytes} bytes (status {status}).",
@@ -157,7 +158,8 @@ class Overlap:
     def unpin(self) -> None:
         """Take the registration back; must come before the arena's memory goes."""
         if self._pinned is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned)
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            runtime.cudaHostUnregister(self._pinned)
             self._pinned = None
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
-"""The tail of a rank's ``.state`` file: tagged JSON behind the tensors, then the JSON's length. Pure.
+"""The tail of a rank's ``.state`` file: tagged JSON behind the tensors, then its length. Pure.
 
     tensors at multiples of 64 bytes │ JSON, UTF-8 │ length of the JSON, uint64 little-endian
 
-The JSON holds what only this rank has (RNG, its part of the data's and the user's state) and says at which offset each
-of this rank's own tensors lies; docs/format.md has every field.
+The JSON holds what only this rank has (RNG, its part of the data's and the user's state) and says
+at which offset each of this rank's own tensors lies; docs/format.md has every field.
 """
 
 from __future__ import annotations

@@ -101,8 +101,9 @@ def rename_durable(src: Path, dst: Path) -> None:
         taken = OSError(errno.EEXIST, os.strerror(errno.EEXIST))
         raise named(taken, f"rename {os.fspath(src)} to", dst)
     rename(src, dst)
-    parents = {os.path.dirname(os.path.abspath(name)) for name in (dst, src)}
-    for parent in sorted(parents):
+    # The new name first: were the old one's going durable before it, a power cut in between could
+    # leave neither. A dict, so that one parent is synced once.
+    for parent in dict.fromkeys(os.path.dirname(os.path.abspath(name)) for name in (dst, src)):
         sync_dir(parent)
 
 

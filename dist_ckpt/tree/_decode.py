@@ -150,8 +150,9 @@ def _float(payload: JSON) -> float:
     return float(payload)
 
 
-def _complex_part(payload: JSON) -> float:
-    return payload if type(payload) is float else _float(payload)
+def _complex(payload: JSON) -> complex:
+    real, imag = (part if type(part) is float else _float(part) for part in payload)
+    return complex(real, imag)
 
 
 def _int(payload: JSON) -> int:
@@ -174,7 +175,7 @@ _CPU = torch.device("cpu")
 _LEAF_TAGS: dict[str, Callable[[Any], Any]] = {
     "$int": _int,
     "$float": _float,
-    "$complex": lambda payload: complex(*[_complex_part(part) for part in payload]),
+    "$complex": _complex,
     "$bytes": lambda payload: base64.b64decode(payload, validate=True),
     "$bytearray": lambda payload: bytearray(base64.b64decode(payload, validate=True)),
     "$dtype": lambda payload: TORCH_DTYPES[payload],

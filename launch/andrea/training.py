@@ -57,6 +57,19 @@ class Trainer:
         """The learning rate of the next update."""
         return float(self.optimizer.param_groups[0]["lr"])
 
+    def follow(self, lr: float) -> None:
+        """Make `lr` the full learning rate, now and later; nothing changes when it is already.
+
+        For after a resume: what was restored holds the rate that was saved, and a new one that was
+        accepted must not be forgotten.
+        """
+        if self.scheduler.base_lrs == [lr]:
+            return
+        self.scheduler.base_lrs = [lr]
+        for group in self.optimizer.param_groups:
+            group["initial_lr"] = lr
+            group["lr"] = lr * _share(self.scheduler.last_epoch, self.config)
+
     def update(self, windows: Tensor) -> Tensor:
         """Make one update from (batch, context + 1) tokens; its loss stays on the device."""
         windows = windows.to(self.device, non_blocking=True)

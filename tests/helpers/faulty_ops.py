@@ -209,7 +209,9 @@ class FaultyOps(RecordingOps):
         with self._guard:
             self.strikes.append(call)
         if self._log is not None:
-            line = json.dumps({"pid": os.getpid(), "call": asdict(call), "fault": asdict(fault)})
+            line = json.dumps(
+                {"pid": os.getpid(), "call": asdict(call), "fault": asdict(fault)}, default=str
+            )
             fd = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             try:
                 os.write(fd, line.encode() + b"\n")

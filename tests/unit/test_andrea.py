@@ -124,6 +124,19 @@ def test_the_learning_rate_warms_up_and_comes_down_to_a_tenth() -> None:
     assert rates[12:] == pytest.approx([0.1] * 4)
 
 
+def test_a_new_learning_rate_is_followed_from_the_next_update_on() -> None:
+    trainer = a_trainer()
+    for step in range(3):
+        trainer.update(a_batch(step))
+    before = trainer.lr
+    trainer.follow(trainer.config.lr)
+    assert trainer.lr == before
+    trainer.follow(10 * trainer.config.lr)
+    assert trainer.lr == pytest.approx(10 * before)
+    trainer.update(a_batch(3))
+    assert trainer.lr == pytest.approx(10 * before * 5 / 4)
+
+
 def test_adamw_has_the_betas_of_the_format() -> None:
     assert a_trainer().optimizer.param_groups[0]["betas"] == (0.9, 0.999)
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.capturing import everything, prepare, restore, save
 from torch import nn
 
 from dist_ckpt.capture import Captured
 from dist_ckpt.errors import MismatchError, UnsupportedValueError, UsageError
 from dist_ckpt.slices import Role
+from helpers.capturing import everything, prepare, restore, save
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -50,18 +50,20 @@ def test_wrappers_are_taken_off_by_type_in_any_nesting() -> None:
     """Case 51: names are the plain model's whatever is around it."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    compiled = torch.compile(Inner(), backend="eager")
+    compiled: Any = torch.compile(Inner(), backend="eager")
     assert type(compiled).__name__ == "OptimizedModule"
     parallel = nn.DataParallel(Inner())
-    both = torch.compile(nn.DataParallel(checkpoint_wrapper(Inner())), backend="eager")
+    both: Any = torch.compile(nn.DataParallel(checkpoint_wrapper(Inner())), backend="eager")
     for model in (compiled, parallel, both):
         assert list(captured_of(model).parameters()) == INNER_NAMES
-    part = nn.Sequential(torch.compile(nn.Linear(1, 1), backend="eager"), nn.Linear(1, 1))
+    inner: Any = torch.compile(nn.Linear(1, 1), backend="eager")
+    part = nn.Sequential(inner, nn.Linear(1, 1))
     assert list(captured_of(part).parameters()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
 def test_a_point_saved_by_a_wrapped_model_restores_into_a_plain_one() -> None:
-    wrapped, plain = torch.compile(Inner(), backend="eager"), Inner()
+    plain = Inner()
+    wrapped: Any = torch.compile(Inner(), backend="eager")
     saved = save(captured_of(wrapped))
     restore(captured_of(plain), saved)
     assert torch.equal(plain.module.weight, wrapped._orig_mod.module.weight)
@@ -100,6 +102,10 @@ def test_ddp_and_compile_in_both_nestings_give_the_plain_names(tmp_path: Path) -
 
 
 class Tied(nn.Module):
+    embed: Any
+    head: Any
+    mask: torch.Tensor
+
     def __init__(self, *, head_first: bool = False) -> None:
         super().__init__()
         for name in ("head", "embed") if head_first else ("embed", "head"):
@@ -136,7 +142,7 @@ def test_ties_hold_after_a_restore_and_training_goes_on_bit_equal() -> None:
     train(one, first_optimizer)
     saved = save(first)
     losses = [train(one, first_optimizer) for _ in range(3)]
-    # Declared the other way round, so that its kept name is the other one: it is the same structure.
+    # Declared the other way round, its kept name is the other one: the same structure.
     assert second.aliases() == {"embed.weight": "head.weight", "same_mask": "mask"}
     assert second.structure().digest() == first.structure().digest()
     restore(second, saved)
@@ -158,9 +164,11 @@ def test_a_tie_on_one_side_only_is_a_mismatch() -> None:
 
 def test_buffers_go_along_and_transient_ones_stay_out() -> None:
     class Net(nn.Module):
+        cache: torch.Tensor
+
         def __init__(self) -> None:
             super().__init__()
-            self.norm = nn.BatchNorm1d(3)
+            self.norm: Any = nn.BatchNorm1d(3)
             self.register_buffer("cache", torch.zeros(1), persistent=False)
             self.register_buffer("nothing", None)
             self.register_buffer("empty", torch.zeros(0, 4))
@@ -219,7 +227,8 @@ class Counting(nn.Module):
 
 
 def test_extra_state_of_modules_is_kept() -> None:
-    one, two = nn.Sequential(Counting(), Counting()), nn.Sequential(Counting(), Counting())
+    one: Any = nn.Sequential(Counting(), Counting())
+    two: Any = nn.Sequential(Counting(), Counting())
     one[1].calls, one[1].history = 5, torch.tensor([1.0, 2.0])
     saved = save(captured_of(one))
     assert [item[0] for item in saved.own] == [
@@ -297,7 +306,8 @@ def test_state_that_the_saved_point_neither_has_nor_lacks_is_a_mismatch() -> Non
 
 def test_another_number_of_groups_is_a_mismatch() -> None:
     one, two = nn.Linear(2, 2), nn.Linear(2, 2)
-    split = torch.optim.SGD([{"params": [two.weight]}, {"params": [two.bias]}], momentum=0.9)
+    groups: Any = [{"params": [two.weight]}, {"params": [two.bias]}]
+    split = torch.optim.SGD(groups, momentum=0.9)
     with pytest.raises(MismatchError, match=r"number of optimizer's groups \(saved 1, here 2\)"):
         prepare(Captured(two, split), save(captured_of(one)))
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.capturing import everything, prepare, restore, save
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from dist_ckpt.capture import Captured
 from dist_ckpt.errors import MismatchError, UnsupportedValueError
+from helpers.capturing import everything, prepare, restore, save
 
 
 class Box:
@@ -40,7 +40,7 @@ def captured_of(**parts: Any) -> Captured:
 
 
 def test_everything_of_the_user_comes_back_as_it_was() -> None:
-    state = {
+    state: dict[str, Any] = {
         "cursor": 20,
         "permutation": np.arange(24).reshape(4, 6)[:, ::2],
         "best": float("inf"),
@@ -54,7 +54,11 @@ def test_everything_of_the_user_comes_back_as_it_was() -> None:
     frozen = np.arange(3)
     frozen.flags.writeable = False
     parts = {"data": Box(state), "policy": Box({"pulls": [1, 2]}), "extra": {"x.y": Box([frozen])}}
-    live_parts = {"data": Box(None), "policy": Box(None), "extra": {"x.y": Box(None)}}
+    live_parts: dict[str, Any] = {
+        "data": Box(None),
+        "policy": Box(None),
+        "extra": {"x.y": Box(None)},
+    }
     saved = save(captured_of(**parts))
     live = captured_of(**live_parts)
     restore(live, saved)
@@ -74,10 +78,10 @@ def test_everything_of_the_user_comes_back_as_it_was() -> None:
 
 
 def test_an_averaged_model_in_extra_keeps_its_own_names_and_goes_on() -> None:
-    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    net: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     average = AveragedModel(net)
     net[0].weight.data.add_(1.0)
-    average.update_parameters(net)  # type: ignore[no-untyped-call]
+    average.update_parameters(net)
     saved = save(Captured(net, torch.optim.SGD(net.parameters()), extra={"ema": average}))
     assert "extra/ema/module.0.weight" in {item[0] for item in saved.own}
 
@@ -103,7 +107,7 @@ def test_data_is_loaded_last() -> None:
     order: list[str] = []
 
     class Noting(Box):
-        def load_state_dict(self, state: Any) -> None:
+        def load_state_dict(self, state: Any) -> None:  # noqa: ARG002
             order.append(self.state)
 
     parts = {"extra": {"e": Noting("extra")}, "policy": Noting("policy"), "data": Noting("data")}
@@ -169,7 +173,7 @@ class Failing(Box):
 
 
 class FailingLoad(Box):
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: Any) -> None:  # noqa: ARG002
         raise RuntimeError("mine")
 
 

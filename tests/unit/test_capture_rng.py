@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.capturing import restore, save
 from torch import nn
 
 from dist_ckpt.capture import Captured
 from dist_ckpt.errors import CorruptFileError, MismatchError, UnsupportedValueError
+from helpers.capturing import restore, save
 
 
 def captured_of(**generators: Any) -> Captured:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.capturing import everything, restore, save
 from torch import nn
 from torch.optim import lr_scheduler as lrs
 
 from dist_ckpt.capture import Captured
 from dist_ckpt.errors import MismatchError, UnsupportedValueError
+from helpers.capturing import everything, restore, save
 
 Build = Callable[[torch.optim.Optimizer], Any]
 
@@ -34,7 +34,7 @@ SCHEDULERS: dict[str, Build] = {
     "multi_step": lambda o: lrs.MultiStepLR(o, [2, 4, 4, 7], gamma=0.5),
     "lambda": lambda o: lrs.LambdaLR(o, lambda epoch: 0.9**epoch),
     "lambda_object": lambda o: lrs.LambdaLR(o, Warmup()),
-    "multiplicative": lambda o: lrs.MultiplicativeLR(o, lambda epoch: 0.9),
+    "multiplicative": lambda o: lrs.MultiplicativeLR(o, lambda _epoch: 0.9),
     "constant": lambda o: lrs.ConstantLR(o, factor=0.5, total_iters=6),
     "linear": lambda o: lrs.LinearLR(o, total_iters=7),
     "exponential": lambda o: lrs.ExponentialLR(o, 0.9),

@@ -1,0 +1,147 @@
+"""``ls``, ``status``, ``show``: looking at a run. Layer 8."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dist_ckpt import storage
+from dist_ckpt.cli._address import AddressArgument, RunArgument, find, find_generation, find_run
+from dist_ckpt.cli._answer import Answer, JsonOption
+from dist_ckpt.cli._show import describe_bin, describe_generation, tell_bin, tell_generation
+from dist_ckpt.cli._text import ago, duration, plain, size, table
+from dist_ckpt.errors import SettingError
+from dist_ckpt.runs import Row, State, Status, list_rows, read_status
+
+__all__ = ["COMMANDS"]
+
+
+def ls(run: RunArgument, *, as_json: JsonOption = False) -> Answer:  # noqa: ARG001 - see JsonOption
+    """List the generations of a run."""
+    found = find(run).run
+    rows = list_rows(found.store)
+    now = time.time()
+    document = {
+        "run": found.name,
+        "path": str(found.path),
+        "generations": [_row_document(row, now) for row in rows],
+    }
+    status = 1 if any(row.fault is not None for row in rows) else 0
+    return Answer(document, lambda: _tell_rows(rows, now, str(found.path)), status)
+
+
+def _row_document(row: Row, now: float) -> dict[str, Any]:
+    document = dataclasses.asdict(row)
+    document["bytes"] = document.pop("num_bytes")
+    document["reasons"] = list(row.reasons)
+    document["age_secs"] = None if row.time is None else max(0.0, now - row.time)
+    return document
+
+
+def _tell_rows(rows: Sequence[Row], now: float, path: str) -> str:
+    if not rows:
+        return f"{plain(path)} has no generation yet.\n"
+    heads = ("step", "age", "reason", "ranks", "bytes", "verified", "pinned", "proven")
+    cells = [
+        (
+            row.step,
+            None if row.time is None else ago(now - row.time),
+            ", ".join(row.reasons) if row.fault is None else "UNREADABLE",
+            row.world_size,
+            size(row.num_bytes),
+            None if row.verified_at is None else ago(now - row.verified_at),
+            None if row.pinned is None else row.pinned or "yes",
+            None if row.proven is None else ago(now - row.proven),
+        )
+        for row in rows
+    ]
+    faults = "".join(f"{plain(row.fault)}\n" for row in rows if row.fault is not None)
+    return table(heads, cells, right=("step", "ranks", "bytes")) + faults
+
+
+def status(
+    run: RunArgument,
+    *,
+    max_age: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECS", help="Health probe: status 1 if it is dead or its last step is older."
+        ),
+    ] = None,
+    as_json: JsonOption = False,  # noqa: ARG001 - see JsonOption
+) -> Answer:
+    """Say whether a run is alive and by what evidence, how far it is, what a crash would cost."""
+    if max_age is not None and not max_age >= 0:
+        raise SettingError(
+            f"--max-age {max_age} isn't a number of seconds from 0 up.",
+            next_step="Give --max-age 300, say.",
+            found=str(max_age),
+        )
+    found = read_status(find_run(run))
+    document = found.to_json()
+    code = 0
+    if max_age is not None:
+        healthy = found.is_healthy(max_age)
+        document["healthy"] = healthy
+        code = 0 if healthy else 1
+    return Answer(document, lambda: _tell_status(found), code)
+
+
+def _tell_status(found: Status) -> str:
+    ranks = found.liveness.facts.get("world_size")
+    about = [] if found.attempt is None else [f"attempt {found.attempt}"]
+    about += [] if ranks is None else [f"{ranks} rank{'' if ranks == 1 else 's'}"]
+    state = found.liveness.state
+    word = "dead" if state is State.DEAD else state.value
+    lines = [f"{found.name}: {word}" + (f" ({', '.join(about)})" if about else "")]
+    for number, evidence in enumerate(found.liveness.evidence):
+        lines.append(f"  {'evidence' if number == 0 else '':<10} {evidence.text}")
+    lines += [f"  {head:<10} {text}" for head, text in _facts(found)]
+    return "".join(f"{plain(line)}\n" for line in lines)
+
+
+def _facts(found: Status) -> list[tuple[str, str]]:
+    committed = "nothing yet"
+    if found.committed_step is not None:
+        verified = found.verified_step
+        committed = f"step {found.committed_step}, {ago(found.committed_age_secs)}; " + (
+            "none verified yet" if verified is None else f"verified: step {verified}"
+        )
+    facts = [("committed", committed)]
+    if found.lost_steps is not None:
+        verb = "lost now" if found.is_alive else "lost"
+        time_ = "" if found.lost_secs is None else f", {duration(found.lost_secs)}"
+        flight = " and the one in flight" if found.is_alive else ""
+        steps = f"{found.lost_steps} step{'' if found.lost_steps == 1 else 's'}"
+        facts.append((verb, f"{steps}{flight}{time_}"))
+    if found.secs_per_step:
+        facts.append(("speed", f"{60 / found.secs_per_step:.3g} steps a minute"))
+    if found.free_bytes is not None:
+        fits = "" if found.fitting is None else f": {found.fitting} more generations of "
+        one = "" if found.fitting is None else size(found.generation_bytes)
+        facts.append(("disk", f"{size(found.free_bytes)} free{fits}{one}"))
+    return facts
+
+
+def show(
+    address: AddressArgument,
+    *,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor too.")] = False,
+    as_json: JsonOption = False,  # noqa: ARG001 - see JsonOption
+) -> Answer:
+    """Show one resume point, or a .bin."""
+    path = Path(address)
+    if path.name.endswith(".bin") and storage.exists(path) and not storage.is_dir(path):
+        document = describe_bin(path)
+        return Answer(document, lambda: tell_bin(document))
+    run, generation = find_generation(address)
+    document = describe_generation(run.store, generation, with_tensors=tensors)
+    return Answer(document, lambda: tell_generation(document))
+
+
+COMMANDS = (ls, status, show)

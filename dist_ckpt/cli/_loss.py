@@ -1,0 +1,161 @@
+"""``loss``: the canonical curve, in the terminal, as JSON or PNG. Layer 8."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dist_ckpt.cli._address import find_run
+from dist_ckpt.cli._answer import Answer, JsonOption
+from dist_ckpt.cli._text import plain, spark, table
+from dist_ckpt.errors import NotFoundError, UsageError
+from dist_ckpt.history import LossEntry, replay_summary
+
+__all__ = ["COMMANDS"]
+
+#: Of the exponential mean: the weight of what was before.
+_EMA_KEEP = 0.98
+_NUM_LAST = 5
+
+
+def loss(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run directories.")],
+    *,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="All entries in the file's order, void ones too.")
+    ] = False,
+    replays: Annotated[
+        bool, typer.Option("--replays", help="Steps that resumes computed again: did they agree?")
+    ] = False,
+    png: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Draw the curves (needs matplotlib).")
+    ] = None,
+    as_json: JsonOption = False,  # noqa: ARG001 - see JsonOption
+) -> Answer:
+    """Show the loss of one run or several, through restarts and rewinds."""
+    curves = [_read(run, raw=raw, replays=replays) for run in runs]
+    document: dict[str, Any] = {"runs": curves}
+    if png is not None:
+        document["png"] = _draw(curves, Path(png))
+    return Answer(document, lambda: _tell(curves) + (f"{plain(png)}\n" if png else ""))
+
+
+def _read(address: str, *, raw: bool, replays: bool) -> dict[str, Any]:
+    run = find_run(address)
+    entries = run.loss_raw() if raw else run.loss()
+    curve = {"run": run.name, "path": str(run.path), "raw": raw, **_sum_up(entries)}
+    curve["entries"] = [list(entry) for entry in entries]
+    if replays:
+        curve["replays"] = [
+            {**dataclasses.asdict(result), "all_agreed": result.all_agreed}
+            for result in replay_summary(run.journal())
+        ]
+    return curve
+
+
+def _sum_up(entries: Sequence[LossEntry]) -> dict[str, Any]:
+    finite = [(step, value) for step, value in entries if value is not None]
+    lowest = min(finite, key=lambda entry: entry[1], default=None)
+    mean = None
+    for _, value in finite:
+        mean = value if mean is None else _EMA_KEEP * mean + (1 - _EMA_KEEP) * value
+    return {
+        "count": len(entries),
+        "not_finite": len(entries) - len(finite),
+        "first_step": entries[0][0] if entries else None,
+        "last_step": entries[-1][0] if entries else None,
+        "last_loss": entries[-1][1] if entries else None,
+        "ema": mean,
+        "lowest": None if lowest is None else list(lowest),
+    }
+
+
+def _tell(curves: Sequence[dict[str, Any]]) -> str:
+    heads = ("run", "entries", "steps", "last", f"EMA {_EMA_KEEP}", "lowest", "at step")
+    rows = [_row(curve) for curve in curves]
+    parts = [table(heads, rows, right=heads[1:])]
+    width = max(10, min(shutil.get_terminal_size().columns, 120) - 2)
+    for curve in curves:
+        values = [value for _, value in curve["entries"] if value is not None]
+        name = f"{plain(curve['run'])}\n" if len(curves) > 1 else ""
+        if values:
+            parts.append(f"\n{name}  {spark(values, width)}\n")
+            parts.append(f"  last: {_tell_last(curve['entries'])}\n")
+        if curve["not_finite"]:
+            parts.append(
+                f"  {curve['not_finite']} entries aren't finite; the journal says which.\n"
+            )
+        parts += [f"  {_tell_replay(result)}\n" for result in curve.get("replays", ())]
+        if curve.get("replays") == []:
+            parts.append("  no step was computed again.\n")
+    return "".join(parts)
+
+
+def _row(curve: dict[str, Any]) -> tuple[object, ...]:
+    lowest = curve["lowest"] or (None, None)
+    steps = None if not curve["count"] else f"{curve['first_step']}-{curve['last_step']}"
+    return (
+        curve["run"],
+        curve["count"],
+        steps,
+        _number(curve["last_loss"]),
+        _number(curve["ema"]),
+        _number(lowest[1]),
+        lowest[0],
+    )
+
+
+def _number(value: float | None) -> str | None:
+    return None if value is None else f"{value:.6g}"
+
+
+def _tell_last(entries: Sequence[Sequence[Any]]) -> str:
+    last = entries[-_NUM_LAST:]
+    return ", ".join(f"{step}: {_number(value) or 'not finite'}" for step, value in last)
+
+
+def _tell_replay(result: dict[str, Any]) -> str:
+    agreed = f"{result['agreed']} of {result['num_logged']} steps came out the same"
+    text = f"attempt {result['attempt']} from step {result['resumed_step']}: {agreed}"
+    if result["first_difference"] is not None:
+        text += f", the first that differs is {result['first_difference']}"
+    if not result["comparable"]:
+        text += " (bit-equality couldn't be asked for)"
+    return text + ("" if result["complete"] else "; ended inside the window")
+
+
+def _draw(curves: Sequence[dict[str, Any]], path: Path) -> str:
+    if path.suffix != ".png":
+        raise UsageError(f"{path} doesn't end in .png.", next_step="Give --png PATH.png.")
+    if not path.absolute().parent.is_dir():
+        raise NotFoundError(
+            f"{path.parent} isn't a directory.", next_step="Make it first.", path=str(path)
+        )
+    try:
+        # Not pyplot: that looks for a display.
+        from matplotlib.figure import Figure  # noqa: PLC0415 - optional, and slow to import
+    except ImportError:
+        raise UsageError(
+            "--png needs matplotlib, which isn't installed.",
+            next_step="Install it: pip install 'dist-ckpt[report]'",
+        ) from None
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for curve in curves:
+        steps = [step for step, _ in curve["entries"]]
+        values = [float("nan") if value is None else value for _, value in curve["entries"]]
+        axes.plot(steps, values, linewidth=0.8, label=plain(curve["run"]).replace("$", r"\$"))
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    if curves:
+        axes.legend()
+    figure.savefig(path, dpi=120)
+    return str(path)
+
+
+COMMANDS = (loss,)

@@ -1,0 +1,157 @@
+"""One command line from its words to its exit status. Layer 8."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, Any, TextIO
+
+import typer
+
+from dist_ckpt import __version__
+from dist_ckpt.cli import INTERRUPTED_STATUS, _ask, _export, _look, _loss, _verify
+from dist_ckpt.cli._answer import Answer, dump
+from dist_ckpt.cli._text import plain
+from dist_ckpt.errors import CorruptFileError, DistCkptError, FormatVersionError
+
+__all__ = ["carry_out"]
+
+_FAULT_STATUS = 1
+_UNDONE_STATUS = 2
+_BROKEN_PIPE_STATUS = 141  # what the shell shows of a program that SIGPIPE ended
+
+_HELP = """Look at, check and steer training runs that dist_ckpt keeps.
+
+A generation is addressed as RUN (the newest), RUN@N or RUN@latest, or by its own path.
+
+Exit status: 0 done and in order; 1 the check ran and found a fault; 2 it could not be done.
+"""
+
+
+def carry_out(arguments: Sequence[str]) -> int:
+    """The command has been carried out and its answer printed; returns the exit status."""
+    debug, as_json, rest = _split(arguments)
+    _make_printable(sys.stdout)
+    _make_printable(sys.stderr)
+    status, text = _call(rest, debug=debug, as_json=as_json)
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python would flush again at exit, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE_STATUS
+    except OSError as error:
+        sys.stderr.write(f"dist-ckpt: the answer can't be written: {error.strerror}\n")
+        return _UNDONE_STATUS
+    return status
+
+
+def _split(arguments: Sequence[str]) -> tuple[bool, bool, list[str]]:
+    """Return ``--debug``, ``--json`` and the rest: both may stand anywhere before a ``--``."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    words = arguments[:end]
+    rest = [word for word in words if word != "--debug"]
+    return "--debug" in words, "--json" in words, [*rest, *arguments[end:]]
+
+
+def _call(arguments: list[str], *, debug: bool, as_json: bool) -> tuple[int, str]:
+    """Return the exit status and what belongs on stdout; errors in words go to stderr here."""
+    try:
+        result = typer.main.get_command(_app()).main(
+            args=arguments, prog_name="dist-ckpt", standalone_mode=False
+        )
+        if isinstance(result, Answer):
+            return result.status, dump(result.document) if as_json else result.text()
+        return (result if isinstance(result, int) else 0), ""
+    except KeyboardInterrupt:
+        return INTERRUPTED_STATUS, ""
+    except Exception as error:  # noqa: BLE001 - said in one line; --debug prints all of it
+        if isinstance(error, typer.Abort):
+            return INTERRUPTED_STATUS, ""
+        if debug:
+            traceback.print_exc()
+        status, document = _describe(error)
+        if as_json:
+            return status, dump({"error": document})
+        lines = [f"dist-ckpt: {document['message']}", document["next_step"]]
+        sys.stderr.write("".join(f"{plain(line)}\n" for line in lines if line))
+        return status, ""
+
+
+def _describe(error: Exception) -> tuple[int, dict[str, Any]]:
+    if isinstance(error, DistCkptError):
+        is_fault = isinstance(error, CorruptFileError) and not isinstance(error, FormatVersionError)
+        return _FAULT_STATUS if is_fault else _UNDONE_STATUS, error.to_json()
+    if _is_parsers(error):
+        message = str(error.format_message())  # type: ignore[attr-defined]
+        return _UNDONE_STATUS, {
+            "id": "usage",
+            "message": message,
+            "next_step": f"See: {_command_of(error)} --help",
+        }
+    if isinstance(error, OSError):
+        return _UNDONE_STATUS, {
+            "id": "storage",
+            "message": f"{error.filename or 'The system'}: {error.strerror}.",
+            "next_step": "",
+        }
+    return _UNDONE_STATUS, {
+        "id": "internal",
+        "message": f"This should not happen: {type(error).__name__}: {error}",
+        "next_step": "Please report it, with what --debug prints.",
+    }
+
+
+def _is_parsers(error: Exception) -> bool:
+    # Typer's parser has its own exceptions, whose home differs from version to version.
+    return any(kind.__name__ == "ClickException" for kind in type(error).__mro__)
+
+
+def _command_of(error: Exception) -> str:
+    context = getattr(error, "ctx", None)
+    return str(getattr(context, "command_path", "dist-ckpt"))
+
+
+def _make_printable(stream: TextIO) -> None:
+    # A terminal that knows no "→", and a file name that isn't UTF-8, mustn't end a command.
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="replace")
+
+
+def _app() -> typer.Typer:
+    app = typer.Typer(
+        add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, help=_HELP
+    )
+    app.callback()(_root)
+    for module in (_look, _verify, _export, _ask, _loss):
+        for command in module.COMMANDS:
+            app.command()(command)
+    # For the list of commands; the words behind it never get here.
+    app.command("run", add_help_option=False)(_run)
+    return app
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"dist-ckpt {__version__}\n")
+        raise typer.Exit
+
+
+def _root(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="And exit.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="With an error, print the traceback too.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _run() -> None:
+    """The launcher: torchrun with signals that work. See: dist-ckpt run --help."""
+    raise typer.BadParameter("`run` comes first: dist-ckpt run [OPTIONS] SCRIPT ...")

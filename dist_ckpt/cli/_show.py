@@ -1,0 +1,155 @@
+"""One resume point, or one .bin, as a document and in words. Layer 8."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from dist_ckpt import storage
+from dist_ckpt.cli._text import ago, plain, size, table
+from dist_ckpt.export import read_bin
+from dist_ckpt.generations import GenerationStore
+from dist_ckpt.runs import Generation
+
+__all__ = ["describe_bin", "describe_generation", "tell_bin", "tell_generation"]
+
+
+def describe_bin(path: Path) -> dict[str, Any]:
+    """Return what the header of a canonical file says."""
+    state = read_bin(path)
+    return {
+        "path": str(path),
+        "step": state.step,
+        "num_params": state.num_params,
+        "bytes": storage.file_size(path),
+        "has_sum": storage.exists(path.with_name(f"{path.name}.sha256")),
+    }
+
+
+def tell_bin(document: dict[str, Any]) -> str:
+    """Return it in words."""
+    beside = "its .sha256 lies beside it" if document["has_sum"] else "no .sha256 beside it"
+    return (
+        f"{plain(document['path'])}: step {document['step']}, "
+        f"{document['num_params']:,} parameters with both moments, {size(document['bytes'])}, "
+        f"{beside}\n"
+    )
+
+
+def describe_generation(
+    store: GenerationStore, generation: Generation, *, with_tensors: bool
+) -> dict[str, Any]:
+    """Return what the manifest, and if wanted the index, of a generation say."""
+    point = generation.manifest
+    canonical = point.canonical
+    path = store.bin_path(point.step)
+    document: dict[str, Any] = {
+        "run": point.run,
+        "path": str(generation.path),
+        "step": point.step,
+        "id": point.id,
+        "parent": point.parent,
+        "attempt": point.attempt,
+        "time": point.time,
+        "reasons": list(point.reasons),
+        "world_size": point.world_size,
+        "bytes": point.num_bytes,
+        "files": {name: record["size_bytes"] for name, record in point.files.items()},
+        "canonical": {
+            "num_params": canonical.num_params,
+            "num_tensors": len(canonical.names),
+            "is_shard": canonical.is_shard,
+            "refused": canonical.refused,
+            "bin": str(path) if storage.exists(path) else None,
+        },
+        "stateless": list(canonical.stateless),
+        "identity": point.identity,
+        "verified_at": generation.verified_at,
+        "pinned": store.pins().get(point.step),
+        "notes": point.notes,
+    }
+    if with_tensors:
+        document["tensors"] = [
+            {
+                "key": tensor.key,
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "where": [
+                    {
+                        "file": place.location,
+                        "offsets": list(place.box.offsets),
+                        "sizes": list(place.box.sizes),
+                        "bytes": [place.byte_range.start, place.byte_range.stop],
+                    }
+                    for place in tensor.placements
+                ],
+            }
+            for tensor in generation.tensors.values()
+        ]
+    return document
+
+
+def tell_generation(document: dict[str, Any]) -> str:
+    """Return it in words."""
+    now = time.time()
+    parent = document["parent"]
+    verified = document["verified_at"]
+    head = [
+        ("step", document["step"]),
+        ("run", document["run"]),
+        ("path", document["path"]),
+        ("id", document["id"]),
+        ("parent", f"step {parent['step']}, {parent['id']}" if parent else "none"),
+        ("attempt", document["attempt"]),
+        ("saved", ago(now - document["time"])),
+        ("reasons", ", ".join(document["reasons"])),
+        ("ranks", document["world_size"]),
+        ("bytes", size(document["bytes"])),
+        ("verified", "not yet" if verified is None else ago(now - verified)),
+        ("pinned", document["pinned"]),
+        ("canonical", _tell_canonical(document["canonical"])),
+        ("stateless", ", ".join(document["stateless"]) or "none"),
+    ]
+    lines = [f"{name:<10} {plain('-' if value is None else value)}\n" for name, value in head]
+    lines += _tell_identity(document["identity"])
+    files = [(name, f"{num_bytes:,}") for name, num_bytes in document["files"].items()]
+    lines += ["\n", table(("file", "bytes"), files, right=("bytes",))]
+    if "tensors" in document:
+        lines += ["\n", _tell_tensors(document["tensors"])]
+    return "".join(lines)
+
+
+def _tell_canonical(canonical: dict[str, Any]) -> str:
+    if canonical["refused"] is not None:
+        return f"none: {canonical['refused']}"
+    about = f"{canonical['num_params']:,} parameters in {canonical['num_tensors']} tensors"
+    where = canonical["bin"] or "no .bin yet"
+    return f"{about}; {where}"
+
+
+def _tell_identity(identity: Any) -> list[str]:
+    lines = []
+    for part in ("config", "data", "code", "versions"):
+        value = identity.get(part)
+        if not isinstance(value, dict) or not value:
+            lines.append(f"{part:<10} {plain('-' if value is None else json.dumps(value))}\n")
+            continue
+        for number, (key, item) in enumerate(value.items()):
+            text = item if isinstance(item, str) else json.dumps(item)
+            lines.append(f"{part if number == 0 else '':<10} {plain(key)}: {plain(text)}\n")
+    return lines
+
+
+def _tell_tensors(tensors: list[dict[str, Any]]) -> str:
+    rows = [
+        (
+            tensor["key"],
+            tensor["dtype"],
+            " x ".join(map(str, tensor["shape"])) or "scalar",
+            ", ".join(f"{p['file']}:{p['bytes'][0]}-{p['bytes'][1]}" for p in tensor["where"]),
+        )
+        for tensor in tensors
+    ]
+    return table(("tensor", "dtype", "shape", "where"), rows)

@@ -1,0 +1,49 @@
+"""Looking at a run from outside: its generations, history, state of health. Layer 6.
+
+Reads, and exports to where it is told; never changes a run directory. Importing this, and all of it
+but `Generation.tensor` and `Generation.load_into`, needs no torch.
+"""
+
+from __future__ import annotations
+
+from dist_ckpt.runs._ask import Answered, ask_save, ask_stop
+from dist_ckpt.runs._check import check_generation, check_run, planned_bytes
+from dist_ckpt.runs._check_bin import check_bin, find_origin
+from dist_ckpt.runs._findings import Depth, Fault, Finding
+from dist_ckpt.runs._generation import Generation
+from dist_ckpt.runs._listing import Row, list_rows
+from dist_ckpt.runs._liveness import Evidence, Liveness, State, look_alive
+from dist_ckpt.runs._places import holds_format, is_generation
+from dist_ckpt.runs._run import Run, open_run
+from dist_ckpt.runs._status import Status, read_status
+from dist_ckpt.runs._write import FORMATS, Written, write_export
+
+__all__ = [
+    "FORMATS",
+    "Answered",
+    "Depth",
+    "Evidence",
+    "Fault",
+    "Finding",
+    "Generation",
+    "Liveness",
+    "Row",
+    "Run",
+    "State",
+    "Status",
+    "Written",
+    "ask_save",
+    "ask_stop",
+    "check_bin",
+    "check_generation",
+    "check_run",
+    "find_origin",
+    "holds_format",
+    "is_generation",
+    "list_rows",
+    "look_alive",
+    "open_run",
+    "planned_bytes",
+    "read_status",
+    "write_export",
+]

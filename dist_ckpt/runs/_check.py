@@ -1,0 +1,150 @@
+"""Every byte of a run compared with its digests, each fault named. Layer 6, reads only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from dist_ckpt import storage
+from dist_ckpt.canonical import parse_step_name
+from dist_ckpt.errors import (
+    CorruptFileError,
+    DigestMismatchError,
+    DistCkptError,
+    ForeignFileError,
+)
+from dist_ckpt.generations import GenerationStore
+from dist_ckpt.resume_point import RESUME_POINT_NAME
+from dist_ckpt.runs._check_bin import Origin, check_bin
+from dist_ckpt.runs._findings import Depth, Finding
+from dist_ckpt.runs._places import holds_format
+from dist_ckpt.runs._run import Run
+from dist_ckpt.storage import FileDigest
+
+__all__ = ["check_generation", "check_run", "planned_bytes"]
+
+_Progress = Callable[[int], None]
+
+
+def check_run(
+    run: Run, depth: Depth, *, progress: _Progress | None = None, only: int | None = None
+) -> list[Finding]:
+    """Return a finding for each generation and .bin of a run, ascending by step.
+
+    Args:
+        run: The run.
+        depth: How much is read.
+        progress: Told the bytes read since the last call; may be called on several threads, one at
+            a time.
+        only: This step alone.
+    """
+    store = run.store
+    steps = store.steps() if only is None else [only]
+    findings = []
+    for step in steps:
+        findings.append(check_generation(store, step, depth, progress=progress))
+        if storage.exists(store.bin_path(step)):
+            origin = _origin(store, step)
+            path = store.bin_path(step)
+            findings.append(check_bin(path, depth, origin=origin, progress=progress))
+    if only is None and not run.is_single:
+        orphans = _orphan_bins(store, steps)
+        findings += [check_bin(path, depth, progress=progress) for path in orphans]
+    return findings
+
+
+def _origin(store: GenerationStore, step: int) -> Origin | None:
+    try:
+        return store, store.manifest(step)
+    except DistCkptError:
+        return None  # the generation's own finding says why
+
+
+def _orphan_bins(store: GenerationStore, steps: Collection[int]) -> list[Path]:
+    """Return the .bin files of a run whose generation isn't there, ascending by step."""
+    found = {
+        parse_step_name(name): store.run_dir / name
+        for name in storage.list_names(store.run_dir)
+        if name.endswith(".bin")
+    }
+    present = sorted(step for step in found if step is not None and step not in steps)
+    return [found[step] for step in present]
+
+
+def check_generation(
+    store: GenerationStore, step: int, depth: Depth, *, progress: _Progress | None = None
+) -> Finding:
+    """Return what a check of one generation found: the faults of all files, not the first alone."""
+    directory = store.path(step)
+    finding = Finding("generation", str(directory), step)
+    try:
+        if not storage.is_dir(directory) or not holds_format(directory):
+            finding.refuse(
+                ForeignFileError(f"{directory} holds no file of a generation."), directory
+            )
+            finding.drop_if_gone(gone=not storage.exists(directory))
+            return finding
+        point = store.manifest(step)
+        digests = store.digests(point)
+    except DistCkptError as error:
+        finding.add(error, directory / RESUME_POINT_NAME)
+        finding.drop_if_gone(gone=not storage.exists(directory))
+        return finding
+    finding.num_digests += 1
+    try:
+        store.index(point)
+        finding.num_digests += 1
+    except DistCkptError as error:
+        finding.add(error, directory)
+    for name, digest in digests.items():
+        _check_file(finding, directory / name, digest, depth, progress)
+    finding.drop_if_gone(gone=not storage.exists(directory))
+    return finding
+
+
+def _check_file(
+    finding: Finding, path: Path, digest: FileDigest, depth: Depth, progress: _Progress | None
+) -> None:
+    try:
+        size = storage.file_size(path)
+        if size != digest.size_bytes:
+            raise CorruptFileError(
+                f"{path} has {size:,} bytes where {digest.size_bytes:,} were written.",
+                path=str(path),
+                expected=digest.size_bytes,
+                found=size,
+            )
+        pieces = [] if depth.quick else depth.pieces(digest)
+        finding.num_bytes += storage.verify_file(path, digest, pieces=pieces, progress=progress)
+        finding.num_digests += len(digest.pieces if pieces is None else pieces)
+    except DigestMismatchError:
+        _name_pieces(finding, path, digest, pieces)
+    except DistCkptError as error:
+        finding.add(error, path)
+
+
+def _name_pieces(
+    finding: Finding, path: Path, digest: FileDigest, pieces: list[int] | None
+) -> None:
+    """Name every bad piece: whoever wants to mend a file needs to know how much of it is lost."""
+    for piece in range(len(digest.pieces)) if pieces is None else pieces:
+        try:
+            finding.num_bytes += storage.verify_file(path, digest, pieces=[piece])
+        except DistCkptError as error:
+            finding.add(error, path)
+        finding.num_digests += 1
+
+
+def planned_bytes(store: GenerationStore, steps: Collection[int], depth: Depth) -> int:
+    """Return about how many bytes a check will read, for a progress bar; faults are passed over."""
+    if depth.quick:
+        return 0
+    total = 0.0
+    for step in steps:
+        try:
+            total += store.manifest(step).num_bytes * (depth.fraction or 1)
+            if depth.is_whole:
+                total += storage.file_size(store.bin_path(step))
+        except DistCkptError:
+            continue
+    return int(total)

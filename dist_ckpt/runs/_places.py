@@ -1,0 +1,171 @@
+"""What lies at a path: a run, one generation, or something else. Layer 6, reads names only."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any, Final
+
+from dist_ckpt import storage
+from dist_ckpt.canonical import parse_step_name
+from dist_ckpt.errors import DistCkptError, ForeignFileError, NotFoundError
+from dist_ckpt.generations import GenerationStore
+from dist_ckpt.history import history_path, run_name
+from dist_ckpt.resume_point import RESUME_POINT_NAME, parse_resume_point
+
+__all__ = [
+    "EXPORT_KEY",
+    "LOCK_FILE",
+    "RUN_FILE",
+    "SingleStore",
+    "holds_format",
+    "is_generation",
+    "is_run",
+    "journal_path",
+    "read_run_file",
+    "require_directory",
+]
+
+RUN_FILE: Final = "run.json"
+LOCK_FILE: Final = "run.lock"
+#: Key of a safetensors file's metadata with which an export says what it is.
+EXPORT_KEY: Final = "dist_ckpt"
+
+_RANK_FILE: Final = re.compile(r"rank_\d{5,10}\.(shard|state)")
+_MANIFEST_LIMIT_BYTES: Final = 1 << 30
+_HEADER_LIMIT_BYTES: Final = 1 << 26
+_RUN_FILE_LIMIT_BYTES: Final = 1 << 20
+
+
+class SingleStore(GenerationStore):
+    """One generation wherever it lies: in a run, in archive/, copied elsewhere under any name.
+
+    Args:
+        directory: The generation's own directory.
+
+    Raises:
+        CorruptFileError, NotFoundError: Neither its name nor its manifest tells its step.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        # Made absolute, since "." has a parent only then.
+        home = Path(os.path.abspath(directory))
+        in_run = home.parent.name == "checkpoints"
+        super().__init__(home.parent.parent if in_run else home.parent)
+        self._only = directory
+        self._step = parse_step_name(home.name)
+        if self._step is None:
+            path = directory / RESUME_POINT_NAME
+            data = storage.read_file(path, limit_bytes=_MANIFEST_LIMIT_BYTES)
+            self._step = parse_resume_point(data, path=path).step
+
+    def steps(self) -> list[int]:
+        """Return the one step."""
+        return [] if self._step is None else [self._step]
+
+    def path(self, step: int) -> Path:  # noqa: ARG002 - there is one
+        """Return the directory."""
+        return self._only
+
+
+def holds_format(directory: Path) -> bool:
+    """Return whether a directory holds a file that only a generation has.
+
+    ``.snapshot_metadata`` alone doesn't count: torchsnapshot's own snapshots have it, too.
+    """
+    return any(
+        name == RESUME_POINT_NAME or _RANK_FILE.fullmatch(name)
+        for name in storage.list_names(directory)
+    )
+
+
+def is_generation(path: Path) -> bool:
+    """Return whether ``path`` leads to a directory with files of a generation, whole or not."""
+    return storage.is_dir(path) and holds_format(path)
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a directory is a run's: it has its files, or a generation in checkpoints/."""
+    names = storage.list_names(path)
+    if RUN_FILE in names or any(name.endswith((".journal.jsonl", ".loss.json")) for name in names):
+        return True
+    store = GenerationStore(path)
+    return any(is_generation(store.path(step)) for step in store.steps())
+
+
+def require_directory(path: Path) -> None:
+    """Return if ``path`` leads to a directory.
+
+    Raises:
+        NotFoundError: Nothing is there.
+        ForeignFileError: A file; where it is an export, the message says what it is good for.
+    """
+    if storage.is_dir(path):
+        return
+    if not storage.exists(path):
+        raise NotFoundError(
+            f"There is no {path}.",
+            next_step="Give the path of a run directory, the one that Checkpointer was given.",
+            path=str(path),
+        )
+    raise ForeignFileError(
+        f"{path} is {_kind_of_file(path)}, not a run directory.",
+        next_step="Training goes on from a run directory; name that.",
+        path=str(path),
+    )
+
+
+def _kind_of_file(path: Path) -> str:
+    if path.name.endswith(".safetensors"):
+        return _kind_of_safetensors(path)
+    if path.name.endswith(".bin"):
+        return "a single file of weights and moments"
+    return "a file"
+
+
+def _kind_of_safetensors(path: Path) -> str:
+    """Case 20: an export for inference is refused by what it says of itself."""
+    plain = "a safetensors file (no resume point: optimizer, data and random state aren't in it)"
+    try:
+        metadata = _safetensors_metadata(path)
+    except (DistCkptError, OSError, ValueError):
+        return plain
+    if not isinstance(metadata, dict) or EXPORT_KEY not in metadata:
+        return plain
+    return (
+        f"an export of step {metadata.get('step')} of {metadata.get('run')} "
+        f"({metadata[EXPORT_KEY]})"
+    )
+
+
+def _safetensors_metadata(path: Path) -> Any:
+    size = storage.file_size(path)
+    length = int.from_bytes(_read_range(path, 0, 8), "little")
+    if length > min(size - 8, _HEADER_LIMIT_BYTES):
+        return None
+    header = json.loads(_read_range(path, 8, length))
+    return header.get("__metadata__") if isinstance(header, dict) else None
+
+
+def _read_range(path: Path, start: int, num_bytes: int) -> bytes:
+    buffer = bytearray(num_bytes)
+    segment = storage.Segment(start, memoryview(buffer), num_bytes)
+    storage.read_segments(path, [segment], None, threads=1)
+    return bytes(buffer)
+
+
+def read_run_file(run_dir: Path) -> dict[str, Any] | None:
+    """Return what ``run.json`` says of the newest attempt; None where it says nothing."""
+    try:
+        data = storage.read_file(run_dir / RUN_FILE, limit_bytes=_RUN_FILE_LIMIT_BYTES)
+        facts = json.loads(data)
+    except (DistCkptError, ValueError, RecursionError):
+        return None
+    return facts if isinstance(facts, dict) else None
+
+
+def journal_path(run_dir: Path) -> Path:
+    """Return where the run's journal lies or would lie."""
+    return Path(history_path(run_dir, run_name(run_dir), "journal"))

@@ -1,0 +1,128 @@
+"""A run directory, looked at from outside. Layer 6, reads only; no torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from dist_ckpt.errors import DistCkptError, ForeignFileError, NotFoundError
+from dist_ckpt.generations import GenerationStore
+from dist_ckpt.history import LossEntry, read_journal, read_loss, read_loss_raw, run_name
+from dist_ckpt.runs._generation import Generation
+from dist_ckpt.runs._places import SingleStore, holds_format, is_run, require_directory
+
+__all__ = ["Run", "open_run"]
+
+
+class Run:
+    """One training and its directory; use `open_run`.
+
+    Each call reads anew, so a run under way can be followed.
+
+    Attributes:
+        path: As it was given.
+        name: The run's name, with which its files begin.
+        store: Its generations, for the commands of this package.
+        is_single: It is one generation that was named by its own path.
+    """
+
+    def __init__(self, path: Path, store: GenerationStore, name: str, *, is_single: bool) -> None:
+        self.path = path
+        self.name = name
+        self.store = store
+        self.is_single = is_single
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    def generations(self) -> list[Generation]:
+        """Return the committed generations, ascending by step, as numbers."""
+        return [Generation(self.store, step) for step in self.store.steps()]
+
+    def latest(self) -> Generation | None:
+        """Return the generation of the highest step, None where there is none."""
+        steps = self.store.steps()
+        return Generation(self.store, steps[-1]) if steps else None
+
+    def generation(self, step: int) -> Generation:
+        """Return the generation of ``step``.
+
+        Raises:
+            NotFoundError: There is none; the message names those that there are.
+        """
+        steps = self.store.steps()
+        if step not in steps:
+            raise NotFoundError(
+                f"{self.path} has no generation of step {step}.",
+                next_step=f"It has {_spell(steps)}.",
+                path=str(self.path),
+                step=step,
+            )
+        return Generation(self.store, step)
+
+    def loss(self) -> list[LossEntry]:
+        """Return the canonical curve, ``[(step, loss)]``, rising in step; None where not finite.
+
+        Empty where the run has no loss file.
+
+        Raises:
+            CorruptFileError: The file is something else.
+        """
+        try:
+            return read_loss(self.store.run_dir)
+        except NotFoundError:
+            return []
+
+    def loss_raw(self) -> list[LossEntry]:
+        """Return all entries in the order of the file, void ones included; otherwise as `loss`."""
+        try:
+            return read_loss_raw(self.store.run_dir)
+        except NotFoundError:
+            return []
+
+    def journal(self) -> list[dict[str, Any]]:
+        """Return the events in their order; empty where there is no journal."""
+        try:
+            return read_journal(self.store.run_dir)
+        except NotFoundError:
+            return []
+
+
+def open_run(path: str | os.PathLike[str]) -> Run:
+    """Return the run in a directory, for looking at; nothing is written, locked or executed.
+
+    The path of a generation gives a run of that one generation, with the history around it.
+
+    Raises:
+        NotFoundError: Nothing is there.
+        ForeignFileError: No run directory; the message says what it is.
+        CorruptFileError: A generation outside a run that doesn't tell its step.
+    """
+    directory = Path(path)
+    require_directory(directory)
+    if holds_format(directory):
+        single = SingleStore(directory)
+        return Run(directory, single, _name_of(single), is_single=True)
+    if not is_run(directory):
+        raise ForeignFileError(
+            f"{directory} isn't a run directory: it has no run.json, no history and no generation.",
+            next_step="Give the directory that Checkpointer was given, or a generation's own.",
+            path=str(directory),
+        )
+    return Run(directory, GenerationStore(directory), run_name(directory), is_single=False)
+
+
+def _name_of(store: SingleStore) -> str:
+    try:
+        return store.manifest(store.steps()[0]).run
+    except DistCkptError:
+        return run_name(store.run_dir)  # a broken manifest is for the reader of it to hear of
+
+
+def _spell(steps: list[int]) -> str:
+    if not steps:
+        return "none yet"
+    if len(steps) <= 6:
+        return ", ".join(map(str, steps))
+    return f"{len(steps)} from {steps[0]} to {steps[-1]}, {steps[-2]} before the last"

@@ -1,0 +1,303 @@
+"""A run under way: what exists between entering a Checkpointer and leaving it. Layer 6."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dist_ckpt import announce
+from dist_ckpt.capture import Captured
+from dist_ckpt.comm import Comm, connect
+from dist_ckpt.resume import Resumed
+from dist_ckpt.service._attempt import Attempt, open_attempt
+from dist_ckpt.service._boundary import Decision, Wishes, decide
+from dist_ckpt.service._job import Saves
+from dist_ckpt.service._losses import Losses
+from dist_ckpt.service._resuming import Start, start_run
+from dist_ckpt.service._saver import Saver, Subject
+from dist_ckpt.service._settings import Settings
+from dist_ckpt.service._voice import Voice
+from dist_ckpt.signals import SignalWatch
+from dist_ckpt.staging import CudaStreams, Overlap, Staging
+
+__all__ = ["Session", "Trainer", "open_session"]
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """The user's side of a session: live objects and settings.
+
+    Attributes:
+        run_dir: The run directory.
+        captured: The live objects.
+        settings: What the user set.
+        optimizers: Those that a copy from the GPU has to be fenced against.
+        data: The data, for their identity.
+        generators: The user's generators, by name.
+    """
+
+    run_dir: Path
+    captured: Captured
+    settings: Settings
+    optimizers: Sequence[torch.optim.Optimizer]
+    data: Any
+    generators: Mapping[str, Any]
+
+
+def open_session(trainer: Trainer) -> Session:
+    """Return a run that is locked, cleaned and restored, but for random state. Collective."""
+    comm = connect(trainer.settings.timeout_secs)
+    watch = SignalWatch(trainer.settings.signals)
+    watch.install()
+    announce.announce(comm.rank)
+    try:
+        return _open(trainer, comm, watch)
+    except BaseException:
+        announce.withdraw(comm.rank)
+        watch.uninstall()
+        comm.close()
+        raise
+
+
+def _open(trainer: Trainer, comm: Comm, watch: SignalWatch) -> Session:
+    attempt = open_attempt(trainer.run_dir, comm)
+    voice = Voice(attempt.name, comm.rank)
+    try:
+        start = start_run(
+            attempt,
+            comm,
+            trainer.captured,
+            trainer.settings,
+            voice=voice,
+            data=trainer.data,
+            generators=trainer.generators,
+        )
+        mean = trainer.settings.reduce == "mean"
+        losses = Losses(attempt.history, comm, voice.warn, mean=mean)
+        saver = _build_saver(
+            trainer, attempt=attempt, comm=comm, start=start, losses=losses, voice=voice
+        )
+    except BaseException as error:
+        attempt.journal("attempt_failed", error=str(error))
+        attempt.close()
+        raise
+    return Session(
+        settings=trainer.settings,
+        comm=comm,
+        watch=watch,
+        attempt=attempt,
+        saver=saver,
+        losses=losses,
+        voice=voice,
+        resumed=start.resumed,
+    )
+
+
+def _build_saver(
+    trainer: Trainer, *, attempt: Attempt, comm: Comm, start: Start, losses: Losses, voice: Voice
+) -> Saver:
+    settings = trainer.settings
+    saves = Saves(
+        comm=comm,
+        store=attempt.store,
+        journal=attempt.journal,
+        sync_history=losses.sync,
+        check_lock=attempt.check_lock,
+        retention=settings.retention,
+        export=settings.export,
+        export_copy=settings.export_copy,
+        reserve_bytes=settings.reserve_bytes,
+        timeout_secs=settings.timeout_secs,
+        say=voice.say,
+        warn=voice.warn,
+    )
+    overlap = None
+    if any(p.is_cuda for p in trainer.captured.parameters().values()):
+        overlap = Overlap(trainer.optimizers, CudaStreams())
+    subject = Subject(attempt.name, attempt.number, attempt.nonce, start.identity)
+    saver = Saver(saves, Staging(overlap), trainer.captured, subject, start.parent)
+    try:
+        saver.predict()
+        if start.resumed is not None:
+            saver.tidy_start(start.resumed.step, unverified=start.unverified)
+    except BaseException:
+        saver.close()
+        raise
+    return saver
+
+
+class Session:
+    """The boundaries of a run and what the body of a step asks for.
+
+    Attributes:
+        step: Finished updates.
+        resumed: The resume point that this attempt started from.
+        stopped: What ended the run early, None while nothing has.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        comm: Comm,
+        watch: SignalWatch,
+        attempt: Attempt,
+        saver: Saver,
+        losses: Losses,
+        voice: Voice,
+        resumed: Resumed | None,
+    ) -> None:
+        self._settings = settings
+        self._comm = comm
+        self._watch = watch
+        self._attempt = attempt
+        self._saver = saver
+        self._voice = voice
+        self._usr1_pending = 0
+        self._wants_save = False
+        self._wants_stop = False
+        self._rng_is_due = resumed is not None
+        self.losses = losses
+        self.resumed = resumed
+        self.step = resumed.step if resumed else 0
+        self.stopped: str | None = None
+
+    def restore_rng(self) -> None:
+        """Put the random state back, once: last of all, after everything that draws."""
+        if self._rng_is_due and self.resumed is not None:
+            self.resumed.restore_rng()
+        self._rng_is_due = False
+
+    def boundary(self, *, is_last: bool, is_start: bool = False) -> bool:
+        """Agree with all ranks and act; return whether the run ends here. Collective.
+
+        Raises:
+            SaveFailedError: The last save failed.
+            JobError: The ranks lost each other.
+        """
+        agreed = self._agree(f"boundary of step {self.step}", redo=not self._saver.settle())
+        decision = decide(
+            agreed,
+            step=self.step,
+            every=self._settings.every,
+            is_last=is_last,
+            usr1_waits=self._settings.sigusr1 == "boundary",
+            is_start=is_start,
+        )
+        self.losses.flush(before=None if decision.reasons else self.step)
+        if decision.reasons:
+            self._checkpoint(decision, agreed)
+        if decision.stops:
+            self._finish(agreed)
+        return decision.stops
+
+    def _agree(self, phase: str, *, redo: bool = False) -> Wishes:
+        watch = self._watch
+        self._usr1_pending += watch.take_usr1()
+        age_ms = 0
+        if watch.stop_time is not None:
+            age_ms = int((time.monotonic() - watch.stop_time) * 1000)
+        mine = Wishes(
+            stop_signal=watch.stop_signal,
+            stop_age_ms=age_ms,
+            usr1=self._usr1_pending,
+            save=int(self._wants_save),
+            stop=int(self._wants_stop),
+            redo=int(redo),
+        )
+        return Wishes.decode(self._comm.agree(mine.encode(), phase=phase))
+
+    def _checkpoint(self, decision: Decision, agreed: Wishes) -> None:
+        if decision.answers_usr1:
+            self._usr1_pending = 0
+        self._wants_save = False
+        signals = [reason for reason in decision.reasons if reason.startswith("SIG")]
+        if signals:
+            self._attempt.journal("signal", step=self.step, signals=signals, count=agreed.usr1)
+        deadline = None
+        if decision.stops and agreed.stop_signal:
+            left = self._settings.deadline_secs - agreed.stop_age_ms / 1000
+            deadline = time.monotonic() + left
+        if self._saver.wait_committed() == self.step:
+            # Bit for bit what is there already, since nothing ran since; reasons merge.
+            reasons = list(decision.reasons)
+            self._attempt.journal("already_saved", step=self.step, reasons=reasons)
+            return
+        may_overlap = not (decision.stops or agreed.redo)
+        self._saver.save(self.step, decision.reasons, deadline=deadline, may_overlap=may_overlap)
+
+    def _finish(self, agreed: Wishes) -> None:
+        if agreed.stop_signal:
+            self.stopped = signal.Signals(agreed.stop_signal).name
+        elif agreed.stop:
+            self.stopped = "stop"
+        self._saver.wait_done()
+        if (failure := self._saver.take_failure()) is not None:
+            raise failure
+        if self.stopped:
+            self._voice.say(f"stopped at step {self.step} by {self.stopped}")
+
+    def ask_save(self) -> None:
+        """Want a checkpoint at this step's boundary."""
+        self._wants_save = True
+
+    def ask_stop(self) -> None:
+        """Want the run to end at this step's boundary."""
+        self._wants_stop = True
+
+    def save_now(self) -> None:
+        """Have a committed checkpoint of this step; outside a body. Collective.
+
+        Raises:
+            SaveFailedError: It failed.
+        """
+        if self._saver.wait_committed() == self.step:
+            return
+        self._saver.take_failure()
+        self.losses.flush()
+        self._saver.save(self.step, ("save",))
+        self._saver.wait_committed()
+        if (failure := self._saver.take_failure()) is not None:
+            raise failure
+
+    def poll(self) -> bool:
+        """Return whether anything is asked for on any rank. Collective; takes nothing away."""
+        return self._agree("poll").any
+
+    def close(self, error: BaseException | None) -> BaseException | None:
+        """Wait for the save in flight, let go of everything; return what went wrong meanwhile.
+
+        Args:
+            error: The exception that leaves the ``with``, if any.
+        """
+        failure: BaseException | None = None
+        # A second Ctrl-C means now: the save in flight is left as temporary files, which the next
+        # start removes.
+        if not isinstance(error, KeyboardInterrupt):
+            try:
+                self.losses.flush()
+                self._saver.close()
+                failure = self._saver.take_failure()
+            except Exception as caught:  # noqa: BLE001 - the caller raises it, unless another is on its way
+                failure = caught
+        wrong = error or failure
+        how = "failed" if wrong else "stopped" if self.stopped else "ended"
+        self._attempt.journal(
+            f"attempt_{how}",
+            step=self.step,
+            reason=self.stopped,
+            error=None if wrong is None else f"{type(wrong).__name__}: {wrong}",
+        )
+        try:
+            self._attempt.close()
+        finally:
+            announce.withdraw(self._comm.rank, stopped=self.stopped is not None and not wrong)
+            self._watch.uninstall()
+            self._comm.close()
+        return failure

@@ -1,0 +1,135 @@
+"""A training that is killed again and again ends bit-equal to one that never was."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dist_ckpt.history import read_journal, read_loss
+from helpers.faulty_ops import Fault
+from helpers.trainers import (
+    Job,
+    check_epochs,
+    consumed,
+    final,
+    loss_prefix,
+    temporary,
+    train,
+)
+from helpers.training import Options
+
+KILLED = -signal.SIGKILL
+#: An attempt is killed at one of so many first steps.
+REACH = 15
+#: Operations that saves are made of, on files that they concern.
+AIMS = (
+    ("mkdir", "*/.tmp-*"),
+    ("open", "*/.tmp-*"),
+    ("pwrite", "*.shard"),
+    ("pwrite", "*/.tmp-*"),
+    ("fsync", "*/.tmp-*"),
+    ("fdatasync", "*.loss.json"),
+    ("rename", "*/.tmp-*"),
+    ("link", "*.shard"),
+    ("rename", "*/step_*"),
+    ("unlink", "*"),
+)
+AIMS_OF_OTHERS = (("open", "*.shard"), ("pwrite", "*.shard"), ("fsync", "*/.tmp-*"))
+
+
+def _options(folder: Path, until: int) -> Options:
+    return Options(
+        run_dir=str(folder / "run"), out=str(folder / "out"), until=until, every=3, step_secs=0.006
+    )
+
+
+def _dice() -> random.Random:
+    """Another seed each time; set the variable to meet a failure again."""
+    seed = int(os.environ.get("DIST_CKPT_TEST_SEED", time.time_ns() % 10**9))
+    print(f"DIST_CKPT_TEST_SEED={seed}")
+    return random.Random(seed)
+
+
+def _kill_once(options: Options, ranks: int, dice: random.Random, *, aimed: bool) -> bool:
+    """An attempt has ended by SIGKILL, on a rank at least; return whether that fell into a save."""
+    victim = dice.randrange(ranks)
+    faults = {}
+    if aimed:
+        op, path = dice.choice(AIMS if victim == 0 else AIMS_OF_OTHERS)
+        faults[victim] = [Fault(op, path, nth=dice.randint(1, 5), kill=True)]
+    with Job(replace(options, limit_secs=5.0), ranks=ranks, faults=faults) as job:
+        if not aimed and dice.random() < 0.2:
+            time.sleep(dice.uniform(0.0, 0.15))  # while it starts and resumes
+        else:
+            job.wait_until(lambda: job.step(victim) >= 0 or job.poll(victim) is not None)
+            goal = max(job.step(victim), 0) + (3 * REACH if aimed else dice.randint(0, REACH))
+            job.wait_until(lambda: job.step(victim) >= goal or job.poll(victim) is not None)
+            time.sleep(dice.uniform(0.0, 0.012))
+        job.send(signal.SIGKILL, victim)
+        job.wait_until(lambda: job.poll(victim) is not None)
+        assert job.poll(victim) == KILLED, job.stderr(victim)
+        if dice.random() < 0.5:
+            job.wait(20.0)  # the others find out by themselves …
+        # … or are killed as well, as torchrun would.
+        return bool(temporary(options)) or bool(job.strikes(victim))
+
+
+def _kill_many(folder: Path, *, ranks: int, num_kills: int) -> None:
+    """A run killed so many times has ended, and so has one that wasn't; they are the same."""
+    dice = _dice()
+    until = num_kills * 15
+    unbroken, options = (_options(folder / name, until) for name in ("unbroken", "killed"))
+    train(replace(unbroken, step_secs=0.0), ranks=ranks)
+    num_in_saves, before = 0, b""
+    for number in range(num_kills):
+        num_in_saves += _kill_once(options, ranks, dice, aimed=number % 3 == 2)
+        now = loss_prefix(options)
+        assert now.startswith(before), "old bytes of the loss file have changed"
+        before = now
+    train(replace(options, step_secs=0.0), ranks=ranks)
+    assert loss_prefix(options).startswith(before)
+    assert num_in_saves >= num_kills // 3
+    events = read_journal(options.run_dir)
+    print(f"{num_in_saves} of {num_kills} kills fell into saves")
+    assert [event for event in events if event["event"] == "replay_differs"] == []
+    assert sum(event.get("agreed", 0) for event in events if event["event"] == "replayed") > 0
+    _check_equal(options, unbroken, ranks)
+
+
+def _check_equal(options: Options, unbroken: Options, ranks: int) -> None:
+    for rank in range(ranks):
+        assert final(options, rank) == final(unbroken, rank)
+        assert consumed(options, rank) == consumed(unbroken, rank)
+    check_epochs(options, ranks)
+    losses = read_loss(options.run_dir)
+    assert losses == read_loss(unbroken.run_dir)
+    assert [step for step, _ in losses] == list(range(1, options.until + 1))
+    json.loads((Path(options.run_dir) / "run.loss.json").read_bytes())
+    live = (Path(options.out) / "live.0.bin").read_bytes()
+    bin_ = Path(options.run_dir) / f"step_{options.until:06d}.bin"
+    assert bin_.read_bytes()[8:] == live
+    assert temporary(options) == []
+
+
+def test_a_run_killed_at_20_random_instants_ends_bit_equal_to_one_that_never_was(
+    tmp_path: Path,
+) -> None:
+    """Cases 2, 11, 12, 13: weights, moments, buffers, RNG, samples and losses."""
+    _kill_many(tmp_path, ranks=1, num_kills=20)
+
+
+def test_a_run_of_two_ranks_killed_at_random_instants_ends_bit_equal(tmp_path: Path) -> None:
+    """Cases 2 and 29: one rank is killed; the other ends, or is killed too."""
+    _kill_many(tmp_path, ranks=2, num_kills=6)
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks_killed_at_20_random_instants_ends_bit_equal(tmp_path: Path) -> None:
+    _kill_many(tmp_path, ranks=2, num_kills=20)
