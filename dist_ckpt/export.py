@@ -7,8 +7,9 @@ than one piece in memory.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +22,12 @@ from dist_ckpt.canonical import (
     encode_pieces,
     parse_state,
 )
-from dist_ckpt.errors import CorruptFileError, UsageError
+from dist_ckpt.errors import CorruptFileError, DistCkptError, UsageError
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.resume_point import ResumePoint, shard_name
 from dist_ckpt.slices import Placement, dtype_size
 from dist_ckpt.snapshot_index import IndexedTensor, encode_name
+from dist_ckpt.storage import FileDigest
 
 __all__ = ["canonical_pieces", "export_bin", "read_bin", "write_bin", "write_sum"]
 
@@ -81,20 +83,39 @@ def _as_float32(array: np.ndarray) -> np.ndarray:
 
 def _write_whole(target: Path, size_bytes: int, pieces: Iterable[bytes | memoryview]) -> str:
     """Have a whole file at ``target``, durable, name and all; return its sha256."""
+
+    def write(beside: Path) -> str:
+        with storage.StreamWriter(beside, size_bytes) as writer:
+            for piece in pieces:
+                writer.write(piece)
+        return writer.sha256 or ""
+
+    return _put(target, write)
+
+
+def _put(target: Path, make: Callable[[Path], str]) -> str:
+    """Have what ``make`` makes beside ``target`` under that name, durable; return its answer.
+
+    What is at ``target`` is replaced at once, and by something whole only.
+    """
     beside = target.with_name(f".tmp-{target.name}")
     storage.unlink(beside, missing_ok=True)
-    with storage.StreamWriter(beside, size_bytes) as writer:
-        for piece in pieces:
-            writer.write(piece)
-    storage.rename(beside, target)
+    try:
+        answer = make(beside)
+        storage.rename(beside, target)
+    except BaseException:
+        storage.unlink(beside, missing_ok=True)
+        raise
     storage.sync_dir(target.parent)
-    return writer.sha256 or ""
+    return answer
 
 
 def export_bin(store: GenerationStore, point: ResumePoint, *, copy: bool = False) -> str:
     """Have ``step_N.bin`` of a generation; return how: link, reflink, copy, assembled, there.
 
-    Its sum lies beside it once this returns, as ``sha256sum -c`` reads it.
+    Its sum lies beside it once this returns, as ``sha256sum -c`` reads it. A file that is there and
+    isn't this generation's is replaced; of one that was assembled, header, length and the presence
+    of its sum are believed.
 
     Args:
         store: The run's generations.
@@ -103,34 +124,45 @@ def export_bin(store: GenerationStore, point: ResumePoint, *, copy: bool = False
 
     Raises:
         UsageError: This generation can't have one; the message says why.
+        CorruptFileError: The generation's bytes aren't what was written.
+        StorageError: The file system refused.
     """
     target = store.bin_path(point.step)
     sum_path = target.with_name(f"{target.name}.sha256")
-    digest = None
-    if storage.exists(target) and _is_whole(target, point):
-        how = "there"
-        if storage.exists(sum_path):
-            return how
+    shard = store.path(point.step) / shard_name(0)
+    if storage.exists(target) and _is_ours(target, store, point, copy=copy):
+        if not storage.exists(sum_path):
+            write_sum(target)
+        return "there"
+    # The sum goes first: while it is there, it is the one of the file beside it.
+    storage.unlink(sum_path, missing_ok=True)
+    if point.canonical.is_shard:
+        how = _put(target, lambda beside: storage.link_or_copy(shard, beside, copy=copy))
+        write_sum(target)
     else:
-        storage.unlink(target, missing_ok=True)
-        storage.unlink(sum_path, missing_ok=True)
-        if point.canonical.is_shard:
-            how = storage.link_or_copy(store.path(point.step) / shard_name(0), target, copy=copy)
-            storage.sync_dir(store.run_dir)
-        else:
-            size = bin_size(point.canonical.num_params)
-            digest = _write_whole(target, size, canonical_pieces(store, point))
-            how = "assembled"
-    write_sum(target, digest)
+        size = bin_size(point.canonical.num_params)
+        write_sum(target, _write_whole(target, size, canonical_pieces(store, point)))
+        how = "assembled"
     return how
 
 
-def _is_whole(path: Path, point: ResumePoint) -> bool:
+def _is_ours(path: Path, store: GenerationStore, point: ResumePoint, *, copy: bool) -> bool:
+    """Return whether ``path`` holds this generation's canonical file, as it is wanted."""
+    canonical = point.canonical
     try:
         state = read_bin(path)
-    except CorruptFileError:
+        if (state.step, state.num_params) != (point.step, canonical.num_params):
+            return False
+        if not canonical.is_shard:
+            return storage.exists(path.with_name(f"{path.name}.sha256"))
+        own, shard = (storage.lstat(p) for p in (path, store.path(point.step) / shard_name(0)))
+        is_link = (own.st_dev, own.st_ino) == (shard.st_dev, shard.st_ino)
+        if is_link or not copy:
+            return is_link and not copy
+        storage.verify_file(path, store.digests(point)[shard_name(0)])
+    except DistCkptError:
         return False
-    return (state.step, state.num_params) == (point.step, point.canonical.num_params)
+    return True
 
 
 def write_sum(path: Path, digest: str | None = None) -> str:
@@ -142,10 +174,14 @@ def write_sum(path: Path, digest: str | None = None) -> str:
 
 
 def canonical_pieces(store: GenerationStore, point: ResumePoint) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of the canonical file in order, each piece at most 16 MiB.
+    """Yield the bytes of the canonical file in order, each piece at most 32 MiB.
+
+    Every piece of a shard is compared with its digest as it is read. What was yielded is only valid
+    until the next is asked for.
 
     Raises:
         UsageError: This generation can't have one; the message says why.
+        CorruptFileError: The generation's bytes aren't what was written, or contradict each other.
     """
     canonical = point.canonical
     if canonical.refused is not None:
@@ -155,38 +191,73 @@ def canonical_pieces(store: GenerationStore, point: ResumePoint) -> Iterator[byt
             step=point.step,
         )
     index = store.index(point)
-    directory = store.path(point.step)
+    files = _Pieces(store.path(point.step), store.digests(point))
     stateless = set(canonical.stateless)
     yield encode_header(point.step, canonical.num_params)
     for prefix, suffix in (("model", ""), ("optimizer", "/exp_avg"), ("optimizer", "/exp_avg_sq")):
         for name in canonical.names:
-            if suffix and name in stateless:
-                yield from _zeros(index[f"model/{encode_name(name)}"])
-            else:
-                tensor = index[f"{prefix}/{encode_name(name)}{suffix}"]
-                yield from _float32(directory, tensor)
+            is_zero = bool(suffix) and name in stateless
+            kind, end = ("model", "") if is_zero else (prefix, suffix)
+            tensor = index.get(f"{kind}/{encode_name(name)}{end}")
+            if tensor is None:
+                raise _contradiction(
+                    store, point, f"{name!r} has no {end or 'weight'} in the index"
+                )
+            yield from _zeros(tensor) if is_zero else _float32(files, tensor)
+
+
+def _contradiction(store: GenerationStore, point: ResumePoint, what: str) -> CorruptFileError:
+    path = store.path(point.step)
+    return CorruptFileError(
+        f"{path} contradicts itself: {what}.",
+        next_step="Use another generation; `dist-ckpt verify RUN` names the whole ones.",
+        path=str(path),
+    )
+
+
+class _Pieces:
+    """A generation's files, one digested piece at a time: canonical order goes along the files."""
+
+    def __init__(self, directory: Path, digests: Mapping[str, FileDigest]) -> None:
+        self._directory = directory
+        self._digests = digests
+        self._buffer = np.empty(_PIECE_BYTES, np.uint8)
+        self._holds: tuple[str, int] | None = None
+
+    def read(self, place: Placement) -> Iterator[np.ndarray]:
+        """Yield the bytes of a place in order, as views that the next step overwrites."""
+        start, stop = place.byte_range.start, place.byte_range.stop
+        while start < stop:
+            first = start - start % _PIECE_BYTES
+            piece = self._piece(place.location, start // _PIECE_BYTES)
+            yield piece[start - first : min(stop - first, _PIECE_BYTES)]
+            start = first + _PIECE_BYTES
+
+    def _piece(self, name: str, number: int) -> np.ndarray:
+        digest = self._digests[name]
+        start, stop = digest.piece_range(number)
+        piece = self._buffer[: stop - start]
+        if self._holds != (name, number):
+            self._holds = None
+            segment = storage.Segment(start, piece.data, piece.nbytes)
+            storage.read_segments(self._directory / name, [segment], digest, threads=1)
+            self._holds = (name, number)
+        return piece
 
 
 def _zeros(weight: IndexedTensor) -> Iterator[bytes]:
-    left = 4 * sum(place.box.numel for place in weight.placements)
+    left = 4 * math.prod(weight.shape)
     while left > 0:
         num_bytes = min(left, _PIECE_BYTES)
         yield bytes(num_bytes)
         left -= num_bytes
 
 
-def _float32(directory: Path, tensor: IndexedTensor) -> Iterator[memoryview]:
+def _float32(files: _Pieces, tensor: IndexedTensor) -> Iterator[memoryview]:
     """Yield a tensor's elements as float32, row-major over the global tensor."""
     for place in _in_order(tensor):
-        element_bytes = dtype_size(tensor.dtype)
-        count = _PIECE_BYTES // 4
-        for start in range(0, place.box.numel, count):
-            num = min(count, place.box.numel - start)
-            raw = np.empty(num * element_bytes, np.uint8)
-            offset = place.byte_range.start + start * element_bytes
-            segment = storage.Segment(offset, raw.data, raw.size)
-            storage.read_segments(directory / place.location, [segment], None, threads=1)
-            yield _widen(raw, tensor.dtype).data.cast("B")
+        for raw in files.read(place):
+            yield _widen(raw, tensor).data.cast("B")
 
 
 def _in_order(tensor: IndexedTensor) -> list[Placement]:
@@ -201,14 +272,20 @@ def _in_order(tensor: IndexedTensor) -> list[Placement]:
     return sorted(places, key=lambda place: place.box.offsets)
 
 
-def _widen(raw: np.ndarray, dtype: str) -> np.ndarray:
-    if dtype == "float32":
-        return raw.view("<f4")
-    if dtype == "float16":
-        return raw.view("<f2").astype("<f4")
-    if dtype == "bfloat16":
+def _widen(raw: np.ndarray, tensor: IndexedTensor) -> np.ndarray:
+    """Return the bytes of little-endian float32 with the values in ``raw``."""
+    if tensor.dtype == "float32":
+        return raw
+    if raw.nbytes % dtype_size(tensor.dtype):
+        raise CorruptFileError(
+            f"{tensor.key} doesn't begin at a multiple of its elements' size.",
+            next_step="Use another generation.",
+        )
+    if tensor.dtype == "float16":
+        return raw.view("<f2").astype("<f4").view(np.uint8)
+    if tensor.dtype == "bfloat16":
         # A bfloat16 is the upper half of the float32 with the same value.
-        return (raw.view("<u2").astype("<u4") << 16).view("<f4")
+        return (raw.view("<u2").astype("<u4") << 16).view(np.uint8)
     raise UsageError(
-        f"{dtype} values don't fit into float32.", next_step="Keep the sharded generation."
+        f"{tensor.dtype} values don't fit into float32.", next_step="Keep the sharded generation."
     )

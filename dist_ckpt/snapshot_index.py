@@ -65,12 +65,28 @@ def encode_index(tensors: Sequence[IndexedTensor], aliases: Mapping[str, str]) -
             bytes.
     """
     by_key = {tensor.key: tensor for tensor in tensors}
-    entries = {tensor.key: _entry(tensor) for tensor in tensors}
-    entries.update({alias: _entry(by_key[key]) for alias, key in aliases.items()})
+    entries = {_flat(tensor.key): _entry(tensor) for tensor in tensors}
+    entries.update({_flat(alias): _entry(by_key[key]) for alias, key in aliases.items()})
     manifest: dict[str, Any] = {f"0/{path}": entry for path, entry in _containers(entries)}
     manifest.update({f"0/{key}": entry for key, entry in entries.items()})
     body = {"version": TORCHSNAPSHOT_VERSION, "world_size": 1, "manifest": manifest}
     return json.dumps(body, allow_nan=False).encode()
+
+
+def _flat(key: str) -> str:
+    """Return the key of two components that stands in the file.
+
+    Where every key has two, torchsnapshot leaves out what wasn't asked for; one longer key
+    anywhere, and it fails on all moments when only the model is to be restored.
+    """
+    group, _, rest = key.partition("/")
+    return f"{group}/{encode_name(rest)}" if "/" in rest else key
+
+
+def _deep(key: str) -> str:
+    """Return the key that :func:`_flat` was given."""
+    group, _, rest = key.partition("/")
+    return key if group == "model" else f"{group}/{decode_name(rest)}"
 
 
 def _containers(keys: Iterable[str]) -> Iterable[tuple[str, Any]]:
@@ -129,6 +145,7 @@ def parse_index(
         if rank != "0" or not isinstance(entry, dict):
             raise _fault(path, f"the entry {full_key!r} isn't one of ours")
         if entry.get("type") == "ShardedTensor":
+            key = _deep(key)
             tensors[key] = _parse_tensor(key, entry, path, file_sizes)
         elif entry.get("type") != "dict":
             raise _fault(path, f"the entry {full_key!r} has type {entry.get('type')!r}")

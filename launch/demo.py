@@ -92,10 +92,6 @@ class Training:
         """Wait until this step is in the loss file."""
         self.until(f"step {step} in the loss file", lambda: last_step(self.run) >= step)
 
-    def signal(self, number: signal.Signals) -> None:
-        """Signal the launcher, which passes it on."""
-        self.process.send_signal(number)
-
     def kill_rank_0(self) -> None:
         """Kill the process of rank 0 as the kernel would: nothing in it can react."""
         holder = json.loads((self.run / "run.json").read_bytes())
@@ -141,12 +137,11 @@ def demonstrate(run: Path, reference: Path) -> str:
     num_replayed = resumed(run, kept_step)
     num_params = must_be_bit_equal(run, reference)
     on_one_rank(run)
-    exported = export(run)
+    exported = read_back(run)
 
     size = f"{exported.stat().st_size:,} bytes"
-    secs = time.monotonic() - START
     return f"""
-It survived, in {secs:.0f} s:
+It survived, in {time.monotonic() - START:.0f} s:
   SIGUSR1   wrote step {usr1_step} and went on
   SIGTERM   wrote step {term_step} and ended with status 0
   SIGKILL   struck at step {killed_step}; resumed from step {kept_step} on 2 ranks; the losses
@@ -165,14 +160,14 @@ def signalled(run: Path) -> tuple[int, int]:
     """Send SIGUSR1, then SIGTERM; return the steps that they wrote."""
     with Training(run, num_ranks=2, steps=STEPS) as training:
         training.until_step(USR1_AT)
-        training.signal(signal.SIGUSR1)
+        training.process.send_signal(signal.SIGUSR1)
         training.until("a checkpoint after SIGUSR1", lambda: bool(kept_steps(run)))
         usr1_step = kept_steps(run)[-1]
         training.until_step(usr1_step + 1)
         say(f"SIGUSR1: wrote step {usr1_step}, training goes on")
 
         training.until_step(TERM_AT)
-        training.signal(signal.SIGTERM)
+        training.process.send_signal(signal.SIGTERM)
         training.must_end_with_0()
     term_step = kept_steps(run)[-1]
     check(
@@ -238,18 +233,14 @@ def on_one_rank(run: Path) -> None:
     check(len(losses_of(run)) == end, f"the history holds {len(losses_of(run))} steps")
 
 
-def export(run: Path) -> Path:
-    """Verify every byte of the run, and check the canonical file of its last step."""
+def read_back(run: Path) -> Path:
+    """Read every byte of the run, the canonical files too; return the newest one."""
     say("reading everything back")
-    path = run / f"step_{STEPS + MORE_STEPS:06}.bin"
-    for what in (run, path):
-        command = [sys.executable, "-m", "dist_ckpt", "verify", str(what)]
-        with log_of(run).open("ab") as log:
-            status = subprocess.run(
-                command, stdout=log, stderr=subprocess.STDOUT, check=False
-            ).returncode
-        check(status == 0, f"dist-ckpt verify {shown(what)} ended with status {status}")
-    return path
+    command = [sys.executable, "-m", "dist_ckpt", "verify", str(run)]
+    with log_of(run).open("ab") as log:
+        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
+    check(done.returncode == 0, f"dist-ckpt verify ended with status {done.returncode}")
+    return run / f"step_{STEPS + MORE_STEPS:06}.bin"
 
 
 # ------------------------------------------------------------------------------ what a run says
@@ -262,9 +253,8 @@ def losses_of(run: Path) -> list[tuple[int, float | None]]:
 
 def last_step(run: Path) -> int:
     """Return the last step in the loss file, 0 when there is none yet."""
-    if not (run / f"{run.name}.loss.json").exists():
-        return 0
-    losses = losses_of(run)
+    started = (run / f"{run.name}.loss.json").exists()
+    losses = losses_of(run) if started else []
     return losses[-1][0] if losses else 0
 
 
@@ -280,14 +270,10 @@ def fresh_run(runs: Path) -> Path:
     """Make and return the first `demo-K` that isn't there yet."""
     runs.mkdir(parents=True, exist_ok=True)
     number = 1
-    while True:
-        run = runs / f"demo-{number}"
-        try:
-            run.mkdir()
-        except FileExistsError:
-            number += 1
-        else:
-            return run
+    while (run := runs / f"demo-{number}").exists():
+        number += 1
+    run.mkdir()
+    return run
 
 
 def log_of(run: Path) -> Path:

@@ -194,7 +194,9 @@ class Comparison:
         if self.agrees:
             text = f"{self.a} and {self.b} agree: {how}, largest difference {self.max_abs:.6g}."
         else:
-            text = f"{self.a} and {self.b} differ: {len(self.findings)} findings; {how}."
+            count = len(self.findings)
+            many = f"{count} finding{'' if count == 1 else 's'}"
+            text = f"{self.a} and {self.b} differ: {many}; {how}."
         lines = [text, *(f"  {finding}" for finding in self.findings[:_SHOWN])]
         if len(self.findings) > _SHOWN:
             lines.append(f"  … and {len(self.findings) - _SHOWN} more")

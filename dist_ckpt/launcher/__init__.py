@@ -98,7 +98,8 @@ def launch(
             next_step="Check the path; torchrun's options stand before it, -m starts a module.",
             path=script_args[0],
         )
-    command = [*plan_torchrun_args(torchrun_args, os.environ), *script_args]
+    # Behind "--" torchrun takes no option for its own that happens to begin like one of its own.
+    command = [*plan_torchrun_args(torchrun_args, os.environ), "--", *script_args]
     with Inbox() as inbox:
         return Launch(
             command,

@@ -107,6 +107,9 @@ class Launch:
             LAUNCH_ID_ENV: self._id,
             LAUNCHER_PID_ENV: str(os.getpid()),
         }
+        # A restarted attempt must not meet the addresses of dead ranks in torchrun's own store:
+        # torch 2.13 refuses to initialise gloo then, or hangs.
+        environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
         environ.setdefault(SHUTDOWN_ENV, str(max(1, round(self._grace_secs))))
         agent = subprocess.Popen(
             [sys.executable, "-m", "dist_ckpt.launcher._agent", *self._command],

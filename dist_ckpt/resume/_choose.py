@@ -2,8 +2,7 @@
 
 The order is that of requirement K6:
 
-    model and optimizer tensors → groups, scheduler, scaler → data, user's state → (later) random
-    state
+    model, optimizer tensors → groups, scheduler, scaler → data, user's state → (later) random state
 
 A generation whose bytes aren't right is skipped, on all ranks or on none; a generation that doesn't
 fit the live objects is an error, since an older one wouldn't fit either.
@@ -12,8 +11,9 @@ fit the live objects is an error, since an older one wouldn't fit either.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dist_ckpt import storage
@@ -23,6 +23,7 @@ from dist_ckpt.errors import (
     CorruptFileError,
     DistCkptError,
     ForeignFileError,
+    FormatVersionError,
     NotFoundError,
     NoUsableGenerationError,
     RankFailedError,
@@ -35,7 +36,8 @@ from dist_ckpt.staging import StateTail
 
 __all__ = ["Resumed", "Skipped", "restore_newest"]
 
-#: Errors that speak against a generation rather than against the program.
+#: Errors that speak against a generation rather than against the program; a format of a later
+#: version speaks for another program, and older generations would lose what it has done.
 _UNUSABLE = (CorruptFileError, NotFoundError, ForeignFileError)
 
 
@@ -57,6 +59,7 @@ class Resumed:
         point: The resume point.
         skipped: Newer generations that can't be used.
         notes: What isn't as it was, for people and the journal.
+        secs: How long restoring it took on this rank, choosing left out.
         restore_rng: Call it last, after everything that draws.
     """
 
@@ -64,6 +67,7 @@ class Resumed:
     point: ResumePoint
     skipped: tuple[Skipped, ...] = ()
     notes: tuple[str, ...] = ()
+    secs: float = 0.0
     restore_rng: Callable[[], None] = field(default=lambda: None, repr=False)
 
 
@@ -93,6 +97,7 @@ def restore_newest(
     Raises:
         NoUsableGenerationError: Generations exist, but each has a fault.
         MismatchError, IdentityError: It isn't this run's model, data or configuration.
+        FormatVersionError: A later version of this package wrote the newest.
         RankFailedError: Another rank failed.
     """
     steps: list[int] = json.loads(comm.broadcast(_own_steps(store, comm)))
@@ -101,18 +106,14 @@ def restore_newest(
     skipped: list[Skipped] = []
     for step in reversed(steps):
         attempt = _Restore(store, comm, captured, step, accept=accept, omit=omit)
+        began = time.monotonic()
         try:
             resumed = attempt.run(admit, generators or {})
         except _Unusable as fault:
             skipped.append(Skipped(step, fault.id, str(fault)))
             continue
-        return Resumed(
-            step=resumed.step,
-            point=resumed.point,
-            skipped=tuple(skipped),
-            notes=resumed.notes,
-            restore_rng=resumed.restore_rng,
-        )
+        secs = time.monotonic() - began
+        return replace(resumed, skipped=tuple(skipped), secs=secs)
     if skipped:
         raise NoUsableGenerationError(
             f"None of the {len(skipped)} generations in {store.directory} can be used: "
@@ -193,7 +194,7 @@ class _Restore:
         self, reader: Reader, point: ResumePoint, tail: StateTail, own_rank: int
     ) -> None:
         live = self._captured.prepare(
-            reader.index,
+            reader.untied,
             point.canonical.stateless,
             tail.shared,
             accept=self._accept,
@@ -222,7 +223,8 @@ class _Restore:
         if rank < point.world_size:
             values = tail.values if tail.rank == rank else reader.tail(rank).values
             return lambda: self._captured.load_rng(values, accept=self._accept)
-        return lambda: derive_rng(tail.values, step=point.step, rank=rank, generators=generators)
+        saved = tail.values["rng"]
+        return lambda: derive_rng(saved, step=point.step, rank=rank, generators=generators)
 
     def _notes(self, point: ResumePoint) -> list[str]:
         if point.world_size == self._comm.world_size:
@@ -245,30 +247,37 @@ class _Restore:
             result = work()
         except Exception as caught:  # noqa: BLE001 - told to every rank, then raised
             error = caught
-        report = None if error is None else [_verdict(error), _id_of(error), str(error)]
+        report = None if error is None else _report_of(error)
         reports = [json.loads(data) for data in self._comm.gather(json.dumps(report).encode())]
         failures = {rank: report for rank, report in enumerate(reports) if report is not None}
         if not failures:
             return result
-        if all(verdict == "unusable" for verdict, _, _ in failures.values()):
-            rank, (_, error_id, reason) = next(iter(failures.items()))
+        if all(verdict == "unusable" for verdict, *_ in failures.values()):
+            rank, (_, error_id, message, next_step) = next(iter(failures.items()))
             where = f"rank {rank}: " if self._comm.world_size > 1 else ""
-            raise _Unusable(error_id, where + reason) from error
+            raise _Unusable(error_id, f"{where}{message} {next_step}".rstrip()) from error
         if error is not None and _verdict(error) == "fatal":
             raise error
-        fatal = {rank: text for rank, (kind, _, text) in failures.items() if kind == "fatal"}
+        fatal = {
+            rank: message for rank, (kind, _, message, _) in failures.items() if kind == "fatal"
+        }
+        next_step = next(step for kind, *_, step in failures.values() if kind == "fatal")
         raise RankFailedError(
             f"Resume failed in phase {phase!r} on "
             + "; ".join(f"rank {rank}: {text}" for rank, text in fatal.items()),
-            next_step="Mend that rank's error; nothing on disk was changed.",
+            next_step=next_step or "Mend that rank's error; nothing on disk was changed.",
             phase=phase,
             failures=fatal,
         ) from error
 
 
 def _verdict(error: Exception) -> str:
-    return "unusable" if isinstance(error, _UNUSABLE) else "fatal"
+    is_later = isinstance(error, FormatVersionError)
+    return "unusable" if isinstance(error, _UNUSABLE) and not is_later else "fatal"
 
 
-def _id_of(error: Exception) -> str:
-    return error.id if isinstance(error, DistCkptError) else type(error).__name__
+def _report_of(error: Exception) -> list[str]:
+    """Return what the other ranks are told: verdict, id, message and next step."""
+    if isinstance(error, DistCkptError):
+        return [_verdict(error), error.id, error.message, error.next_step]
+    return [_verdict(error), type(error).__name__, str(error), ""]

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from dist_ckpt.seeding import seed_generators
+
 __all__ = ["derive_rng"]
 
 
@@ -36,11 +38,10 @@ def derive_rng(
     """
     text = json.dumps([saved, step, rank], sort_keys=True).encode()
     seeds = np.random.SeedSequence(int.from_bytes(hashlib.sha256(text).digest(), "little"))
-    words = [int(word) for word in seeds.generate_state(3 + len(generators), np.uint64)]
-    random.seed(words[0])
-    np.random.seed(words[1] % 2**32)  # noqa: NPY002 - the global generator is part of the state
-    torch.manual_seed(words[2] >> 1)
-    for (_, generator), word in zip(sorted(generators.items()), words[3:], strict=True):
+    words = [int(word) for word in seeds.generate_state(2 + len(generators), np.uint64)]
+    torch.manual_seed(words[0] >> 1)  # CUDA's generators, too
+    seed_generators(words[1])
+    for (_, generator), word in zip(sorted(generators.items()), words[2:], strict=True):
         if isinstance(generator, torch.Generator):
             generator.manual_seed(word >> 1)
         elif isinstance(generator, np.random.Generator):

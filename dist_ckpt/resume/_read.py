@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dist_ckpt import storage
-from dist_ckpt.errors import CorruptFileError, MismatchError
+from dist_ckpt.errors import CorruptFileError, MismatchError, UsageError
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.layout import plan_runs
 from dist_ckpt.resume_point import ResumePoint, state_name
@@ -21,8 +21,7 @@ from dist_ckpt.storage import FileDigest, Segment
 
 __all__ = ["Reader"]
 
-#: Tensors that can't be read in place (on a device, strided) go through host memory of this size at
-#: a time.
+#: What can't be read in place (on a device, strided) goes through this much host memory at a time.
 _BOUNCE_BYTES = 256 << 20
 
 
@@ -43,6 +42,9 @@ class Reader:
     Args:
         store: The run's generations.
         point: The checked resume point.
+
+    Attributes:
+        index: key → tensor, tied ones under each of their keys.
     """
 
     def __init__(self, store: GenerationStore, point: ResumePoint) -> None:
@@ -50,6 +52,16 @@ class Reader:
         self._directory = store.path(point.step)
         self._digests = store.digests(point)
         self.index = store.index(point)
+
+    @property
+    def untied(self) -> dict[str, IndexedTensor]:
+        """Each tensor once: of several keys of the same bytes the first, as capture names them."""
+        first: dict[object, str] = {}
+        for key, tensor in self.index.items():
+            # Tensors without elements take no place that they could share.
+            has_bytes = any(place.byte_range.num_bytes for place in tensor.placements)
+            first.setdefault(tensor.placements if has_bytes else key, key)
+        return {key: self.index[key] for key in first.values()}
 
     def tail(self, rank: int) -> StateTail:
         """Return the JSON at the end of a rank's ``.state`` file.
@@ -106,18 +118,17 @@ class Reader:
             live: key → tensor of the whole global shape, on any device, in any memory format.
             buffers: Places in ``rank``'s own ``.state`` that count before the index's.
             rank: Whose ``.state`` that is.
+
+        Raises:
+            MismatchError: It holds no such tensor, or one of another dtype or shape.
+            CorruptFileError: A piece isn't what was written, or places overlap; what was filled
+                until then stays.
         """
         direct: dict[str, _File] = {}
         bounced: list[tuple[torch.Tensor, IndexedTensor | OwnTensor]] = []
         total = 0
         for key, tensor in live.items():
-            source: IndexedTensor | OwnTensor | None = buffers.get(key) or self.index.get(key)
-            if source is None:
-                raise MismatchError(
-                    f"Step {self._point.step} holds no {key}.",
-                    next_step="Build the model and optimizer of the saved run.",
-                    key=key,
-                )
+            source = self._source(key, tensor, buffers)
             total += tensor.nbytes
             if tensor.device.type == "cpu" and tensor.is_contiguous():
                 _add(direct, source, tensor, rank)
@@ -135,12 +146,33 @@ class Reader:
                     tensor.copy_(target)
         return total
 
+    def _source(
+        self, key: str, tensor: torch.Tensor, buffers: Mapping[str, OwnTensor]
+    ) -> IndexedTensor | OwnTensor:
+        source: IndexedTensor | OwnTensor | None = buffers.get(key) or self.index.get(key)
+        here = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        if source is None or (source.dtype, source.shape) != here:
+            there = "nothing" if source is None else f"{source.dtype} {list(source.shape)}"
+            raise MismatchError(
+                f"Step {self._point.step} holds {there} as {key}, not {here[0]} {list(here[1])}.",
+                next_step="Build the model and optimizer of the saved run.",
+                key=key,
+            )
+        return source
+
     def _read(self, plan: Mapping[str, _File]) -> None:
         for name, file in plan.items():
             digest: FileDigest = self._digests[name]
+            path = self._directory / name
             segments = sorted(file.segments, key=lambda segment: segment.offset)
-            if segments:
-                storage.read_segments(self._directory / name, segments, digest)
+            try:
+                storage.read_segments(path, segments, digest)
+            except UsageError as error:
+                raise CorruptFileError(
+                    f"Tensors overlap in {path}: {error.message}",
+                    next_step="Use another generation.",
+                    path=str(path),
+                ) from error
 
 
 def _add(

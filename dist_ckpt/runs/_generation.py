@@ -181,7 +181,7 @@ class Generation:
             omit |= saved - {f"extra.{name}" for name in extra}
         captured = Captured(model, given.pop("optimizer"), **given)
         live = captured.prepare(
-            reader.index,
+            reader.untied,
             self.manifest.canonical.stateless,
             tail.shared,
             accept=accept,

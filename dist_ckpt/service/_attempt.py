@@ -15,7 +15,7 @@ from typing import Any
 
 from dist_ckpt import announce, storage
 from dist_ckpt.comm import Comm
-from dist_ckpt.errors import DistCkptError, StorageError
+from dist_ckpt.errors import DistCkptError, ForeignFileError, StorageError
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.history import History, NullHistory, read_journal, run_name
 from dist_ckpt.storage import RunLock
@@ -102,6 +102,13 @@ def open_attempt(run_dir: Path, comm: Comm) -> Attempt:
 def _start(
     run_dir: Path, store: GenerationStore, comm: Comm, undo: contextlib.ExitStack
 ) -> tuple[RunLock, History, dict[str, Any], list[str]]:
+    if storage.exists(run_dir) and not storage.is_dir(run_dir):
+        raise ForeignFileError(
+            f"{run_dir} is a file, not a run directory. A file of weights holds no random state, "
+            "no place in the data and no schedule, so no training can be resumed from it.",
+            next_step="Give the run directory itself, or another name for a new run.",
+            path=str(run_dir),
+        )
     for directory in (run_dir, store.directory):
         storage.make_dir(directory, exist_ok=True, parents=True)
     name = run_name(run_dir)

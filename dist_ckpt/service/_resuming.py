@@ -167,6 +167,7 @@ def _report(
         step=resumed.step,
         id=resumed.point.id,
         world_size=comm.world_size,
+        restore_secs=round(resumed.secs, 6),
         saved_world_size=resumed.point.world_size,
         accepted=accepted,
         changed=changed,

@@ -7,6 +7,7 @@ fifth of the speed.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,37 +114,43 @@ class Staging:
 
     def close(self) -> None:
         """Give the arena back; the bytes of an earlier :class:`Staged` are gone."""
-        self._targets, self._bytes, self._plan = [], None, None
         if self._overlap is not None:
             self._overlap.close()
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        self._drop_arena()
+
+    def _drop_arena(self) -> None:
+        self._targets, self._bytes, self._plan = [], None, None
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            if self._overlap is not None:
+                self._overlap.unpin()
+            arena.close()
 
     def settle(self) -> bool:
         """At a boundary: return whether the last copy stands; False where it must be made again."""
         return self._overlap is None or self._overlap.settle()
 
+    def finish(self) -> None:
+        """Let the last copy be whole though no update follows; training thread, before waiting."""
+        if self._overlap is not None:
+            self._overlap.finish()
+
     def adopt(self, plan: RankLayout, *, values_bytes: int = 0) -> None:
         """Have an arena that fits ``plan``, its pages touched; costs time only for a new plan.
 
         Raises:
-            StorageError: The memory can't be had.
+            StorageError: The memory can't be had; there is no arena then.
         """
         need = _pages(plan.shard_bytes) + _pages(plan.state_bytes + values_bytes + _SLACK_BYTES)
-        if self._plan is plan and need <= self.size_bytes:
+        if need <= self.size_bytes and (plan is self._plan or plan == self._plan):
             return
         if self._arena is None or need > self.size_bytes:
-            if self._arena is not None:
-                self._targets, self._bytes = [], None
-                if self._overlap is not None:
-                    self._overlap.unpin()
-                self._arena.close()
-            self._arena = Arena(need)
-            self._arena.populate()
-            self._bytes = torch.from_numpy(self._arena.array)
+            self._drop_arena()  # two at once might not fit
+            arena = Arena(need)
+            arena.populate()
+            self._arena, self._bytes = arena, torch.from_numpy(arena.array)
             if self._overlap is not None:
-                self._overlap.pin(self._arena)
+                self._overlap.pin(arena)
         else:
             # Gaps and zeros of the new plan may lie where the old one had values.
             self._arena.array.fill(0)
@@ -175,8 +182,7 @@ class Staging:
 
         Everything is copied when this returns, except, with ``may_overlap`` on CUDA, what only the
         optimizer changes: that is copied before the optimizer's next update, and
-        :meth:`Staged.wait` waits
-            for it.
+        :meth:`Staged.wait` waits for it.
 
         Raises:
             UnsupportedValueError: A value appeared that can't be kept.
@@ -205,9 +211,13 @@ class Staging:
         base = _pages(plan.shard_bytes)
         overlap = self._overlap if may_overlap and self._overlap and self._overlap.is_on else None
         self._copy(tensors, overlap=overlap)
-        for own, tensor in sink.items:
-            self._view(own, base).copy_(tensor)
         array = self._array
+        end = plan.state_bytes
+        for own, tensor in sink.items:
+            # Zeros, as between the layout's tensors: an earlier save may have had values there.
+            array[base + end : base + own.start] = 0
+            self._view(own, base).copy_(tensor)
+            end = own.byte_range.stop
         array[base + sink.end : base + state_bytes] = np.frombuffer(tail, np.uint8)
         header_bytes = 0
         if layout.canonical.is_shard:
@@ -239,10 +249,25 @@ class Staging:
                 source = _part(item.tensor, item.spec.boxes[0], owned.box)
                 if overlap is not None and owned.role is not Role.BUFFER and source.is_cuda:
                     later.append((target, source))
+                elif _is_plain(source, target):
+                    # On one thread: torch would split each tensor over all cores, which gains
+                    # nothing on memory and stalls at every tensor where a core is busy.
+                    ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
                 else:
                     target.copy_(source)
         if overlap is not None:
             overlap.start(later)
+
+
+def _is_plain(source: torch.Tensor, target: torch.Tensor) -> bool:
+    """Return whether the bytes of ``source``, in order, are those that ``target`` must hold."""
+    return (
+        source.is_cpu
+        and source.dtype == target.dtype
+        and source.nbytes == target.nbytes
+        and source.is_contiguous()
+        and not source.is_complex()  # may be conjugated, which only a real copy resolves
+    )
 
 
 def _part(tensor: torch.Tensor, holds: Box, wanted: Box) -> torch.Tensor:

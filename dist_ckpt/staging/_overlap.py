@@ -80,6 +80,7 @@ class Overlap:
         self._settled.set()
         self._fenced = False
         self._dropped = 0
+        self._has_fired = False
         self._pinned: int | None = None
 
     @property
@@ -89,14 +90,14 @@ class Overlap:
 
     def start(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Queue the copies of one instant; the one before must be settled."""
+        self._mark = self._streams.copy(pairs)
         self._fenced = False
         self._settled.clear()
-        self._mark = self._streams.copy(pairs)
 
     def _before_step(self, *_: Any) -> None:
         if not self._settled.is_set():
             self._streams.hold(self._mark)
-            self._fenced = True
+            self._has_fired = self._fenced = True
             self._settled.set()
 
     def settle(self) -> bool:
@@ -104,21 +105,27 @@ class Overlap:
         if self._settled.is_set():
             self._dropped = 0 if self._fenced else self._dropped
             return True
+        # It may still be writing into the arena, where the next copy goes.
+        self._streams.wait(self._mark)
         self._dropped += 1
+        self._settled.set()
         if not self.is_on:
             warnings.warn(
                 "dist_ckpt: the optimizer's pre-step hook hasn't fired for "
                 f"{_PATIENCE} saves; saves copy at the boundary from now on.",
                 stacklevel=2,
             )
-        self._settled.set()
         return False
 
     def finish(self) -> None:
-        """Wait for the copy on the host and let it stand: a last save, no step comes after it."""
+        """Wait on the host for a copy after which no boundary comes; training thread.
+
+        It stands where the hook has fired for an earlier copy: then the hook would have fired for
+        an update since, too. Else nobody knows what was copied, and it counts as dropped.
+        """
         if not self._settled.is_set():
             self._streams.wait(self._mark)
-            self._fenced = True
+            self._fenced = self._has_fired
             self._settled.set()
 
     def wait(self, timeout_secs: float) -> None:

@@ -150,7 +150,9 @@ def _load(data: bytes) -> dict[str, Any]:
         body = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever the reader meets, the file isn't one of ours
         first = str(error).splitlines()[0] if str(error) else repr(error)
-        raise RefusedError("content", f"it can't be loaded with weights_only=True: {first}") from error
+        raise RefusedError(
+            "content", f"it can't be loaded with weights_only=True: {first}"
+        ) from error
     if not isinstance(body, dict):
         raise RefusedError("schema", f"it holds a {type(body).__name__}, not a dict")
     return body
@@ -160,10 +162,11 @@ def _check_content(body: dict[str, Any]) -> None:
     _check_schema(body)
     for check, here in (("versions", versions()), ("config", CONFIG)):
         if body[check] != here:
-            raise RefusedError(check, f"{_first_difference(body[check], here)}")
-    for name, here in identity().items():
-        if body["identity"].get(name) != here:
-            raise RefusedError(name, f"saved with {body['identity'].get(name)}, here it is {here}")
+            raise RefusedError(check, _first_difference(body[check], here))
+    for name, digest in identity().items():
+        saved = body["identity"].get(name)
+        if saved != digest:
+            raise RefusedError(name, f"saved with {saved}, here it is {digest}")
 
 
 def _check_schema(body: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The experiment: 24 rows, 33 parameters, three generators that all matter, and how it is resumed."""
+"""The experiment: 24 rows, 33 parameters, three generators that matter, and how to go on."""
 
 from __future__ import annotations
 
@@ -99,7 +99,8 @@ class Experiment:
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        entry = {"step": self.step, "rows": rows, "gain": gain, "lr": lr, "loss": float(loss)}
+        value = float(loss.detach())
+        entry = {"step": self.step, "rows": rows, "gain": gain, "lr": lr, "loss": value}
         self.history.append(entry)
 
     def _next_rows(self) -> list[int]:

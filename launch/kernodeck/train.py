@@ -42,10 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if summary is None:
         return 2
     progress = summary["progress"]
-    print(
-        f"step {progress['step']}, cursor {progress['cursor']} of {progress['rows']}, "
-        f"next learning rate {summary['next_learning_rate']}, MSE {summary['mse']}: {options.output}"
-    )
+    print(f"step {progress['step']}, cursor {progress['cursor']} of {progress['rows']}")
+    print(f"next learning rate {summary['next_learning_rate']}, MSE {summary['mse']}")
     return 0
 
 

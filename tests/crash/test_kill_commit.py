@@ -18,6 +18,10 @@ from helpers.trainers import Job, check_epochs, consumed, final, generations, te
 from helpers.training import Options
 
 KILLED = -signal.SIGKILL
+CHANGES = {
+    *("fallocate", "fchmod", "fdatasync", "fsync", "ftruncate", "link", "mkdir", "open"),
+    *("pwrite", "rename", "rmdir", "unlink"),
+}
 
 
 def _options(folder: Path, until: int, **settings: object) -> Options:
@@ -147,11 +151,13 @@ def test_without_any_usable_generation_the_job_ends_and_says_what_it_found(
 # Kills -----------------------------------------------------------------------------------------
 
 
-def _operations(base: Options, folder: Path) -> int:
-    """Return how many operations an attempt makes on the run, from step 12 to 16 and its end."""
+def _changes(base: Options, folder: Path) -> list[int]:
+    """Return which operations of an attempt from step 12 to 16 change something on the disk."""
     options = replace(_copy(base, folder, 16), settings={"keep_last": 1})
     every_call = Fault("*", "*/run*", times=None)
-    return len(train(options, faults={0: [every_call]}).strikes())
+    strikes = train(options, faults={0: [every_call]}).strikes()
+    ops = [strike["call"]["op"] for strike in strikes]
+    return [nth for nth, op in enumerate(ops, 1) if op in CHANGES]
 
 
 @pytest.mark.slow
@@ -162,7 +168,7 @@ def test_killed_at_every_operation_there_is_a_usable_generation(
     _sweep(base, tmp_path, stride)
 
 
-@pytest.mark.parametrize("stride", [11])
+@pytest.mark.parametrize("stride", [9])
 def test_killed_at_any_operation_with_keep_last_1_there_is_a_usable_generation(
     stride: int, base: Options, tmp_path: Path
 ) -> None:
@@ -171,15 +177,18 @@ def test_killed_at_any_operation_with_keep_last_1_there_is_a_usable_generation(
 
 
 def _sweep(base: Options, tmp_path: Path, stride: int) -> None:
-    num_operations = _operations(base, tmp_path / "count")
+    changes = _changes(base, tmp_path / "count")
     unbroken = _copy(base, tmp_path / "unbroken", 16)
     train(unbroken)
     struck = set()
-    for nth in range(1 + time.time_ns() % stride, num_operations, stride):
+    for nth in changes[time.time_ns() % stride :: stride]:
         folder = tmp_path / f"kill{nth}"
         options = replace(_copy(base, folder, 16), settings={"keep_last": 1})
         with Job(options, faults={0: [Fault("*", "*/run*", nth=nth, kill=True)]}) as job:
-            assert job.wait() == [KILLED]
+            status = job.wait()
+            if not job.strikes() and nth > changes[-1] - 20:
+                continue  # an attempt that happened to make a few operations less
+            assert status == [KILLED]
             (strike,) = job.strikes()
         struck.add(strike["call"]["op"])
         assert _check_whole(options), f"nothing is left after a kill at {strike}"
@@ -188,8 +197,9 @@ def _sweep(base: Options, tmp_path: Path, stride: int) -> None:
         assert temporary(options) == []
         assert _check_whole(options) == [16]
         shutil.rmtree(folder)
-    print(f"{num_operations} operations")
-    assert {"pwrite", "open"} <= struck
+    print(f"killed at {sorted(struck)}, {len(changes)} operations in all")
+    # Two threads make them, in one order or another.
+    assert len(struck & CHANGES) > 3
 
 
 @pytest.mark.parametrize("short_bytes", [512, 4096, 12288, 65536])

@@ -270,22 +270,29 @@ def consumed(options: Options, rank: int = 0) -> dict[int, list[int]]:
     canonical: dict[int, list[int]] = {}
     ever: dict[int, list[int]] = {}
     for path in sorted(Path(options.out).glob(f"consumed.{rank}.*")):
+        last = 0
         for line in path.read_text(encoding="utf-8").splitlines():
             words = line.split()
             if words[0] == "resumed":
-                canonical = {s: ids for s, ids in canonical.items() if s <= int(words[1])}
+                last = int(words[1])
+                canonical = {s: ids for s, ids in canonical.items() if s <= last}
             elif words[0] != "left":
                 step, ids = int(words[0]), [int(word) for word in words[1:]]
                 assert ever.setdefault(step, ids) == ids, f"step {step} met other samples"
-                assert step == max(canonical, default=0) + 1, f"step {step} isn't the next"
-                canonical[step] = ids
+                assert step == last + 1, f"step {step} isn't the next"
+                last, canonical[step] = step, ids
     return canonical
 
 
 def check_epochs(options: Options, ranks: int = 1) -> None:
-    """Every epoch of the canonical history has each sample exactly once, over all ranks."""
+    """Every epoch of the canonical history has each sample exactly once.
+
+    Args:
+        options: Of the run.
+        ranks: The most ranks that it had.
+    """
     parts = [consumed(options, rank) for rank in range(ranks)]
-    stream = [number for step in sorted(parts[0]) for part in parts for number in part[step]]
+    stream = [n for step in sorted(parts[0]) for part in parts for n in part.get(step, ())]
     for start in range(0, len(stream), NUM_SAMPLES):
         epoch = stream[start : start + NUM_SAMPLES]
         assert len(set(epoch)) == len(epoch)

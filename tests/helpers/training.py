@@ -55,7 +55,7 @@ class Options:
         raise_at: This step's body raises…
         raise_rank: …on this rank…
         raise_after: …after the update rather than before.
-        kill_at: This step's body on ``raise_rank`` kills its process.
+        kill_at: The same, with a SIGKILL instead of an exception.
         nan_at: The loss recorded at this step isn't a number.
         frozen_at: From this step on the optimizer isn't called.
         clobber_secs: For so long after each boundary, all tensors hold other values.
@@ -131,6 +131,11 @@ class Training:
         path = Path(options.out) / f"consumed.{rank}.{number:03d}.{os.getpid()}"
         self.consumed = path.open("x", encoding="utf-8", buffering=1)
 
+    def close(self) -> None:
+        """The loader's workers and the file of the attempt are let go of."""
+        self.batches.close()
+        self.consumed.close()
+
     def note(self, *words: Any) -> None:
         """A line is in the file of this attempt, whatever happens next."""
         self.consumed.write(" ".join(map(str, words)) + "\n")
@@ -184,12 +189,12 @@ class Training:
     def digests(self) -> dict[str, Any]:
         """Return everything that must be bit-equal, the next draws among it."""
         state = [
-            [name, sorted((key, _digest(value)) for key, value in self.optimizer.state[p].items())]
+            [name, sorted((key, digest(value)) for key, value in self.optimizer.state[p].items())]
             for name, p in self.model.named_parameters()
             if p in self.optimizer.state
         ]
         return {
-            "model": {name: _digest(value) for name, value in self.model.state_dict().items()},
+            "model": {name: digest(value) for name, value in self.model.state_dict().items()},
             "optimizer": state,
             "lr": [group["lr"] for group in self.optimizer.param_groups],
             "scheduler": self.scheduler.last_epoch,
@@ -203,7 +208,8 @@ class Training:
         }
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
+    """Return a short digest of a tensor's bytes."""
     tensor = torch.as_tensor(value)
     return hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()[:16]
 
@@ -238,26 +244,30 @@ def main(options: Options) -> None:
         final = {**ended, **training.digests()}
         path = Path(options.out) / f"final.{rank}.json"
         path.write_text(json.dumps(final), encoding="utf-8")
-    training.batches.close()
     training.note("left")
+    training.close()
     if world_size > 1:
         torch.distributed.destroy_process_group()
 
 
 def _body(training: Training, ckpt: dist_ckpt.Checkpointer, step: int) -> None:
     options = training.options
-    here = training.rank == options.raise_rank
     if options.clobber_secs:
         training.clobber()
-    if step == options.raise_at and here and not options.raise_after:
-        raise RuntimeError(f"rank {training.rank} gives up before its update")
-    if step == options.kill_at and here:
-        os.kill(os.getpid(), signal.SIGKILL)
+    _strike(training, step, after=False)
     loss = training.update(step, ckpt)
     time.sleep(options.step_secs)
-    if step == options.raise_at and here:
-        raise RuntimeError(f"rank {training.rank} gives up after its update")
+    _strike(training, step, after=True)
     ckpt.record(loss=float("nan") if step == options.nan_at else loss, step_loss=loss)
+
+
+def _strike(training: Training, step: int, *, after: bool) -> None:
+    options = training.options
+    if training.rank == options.raise_rank and after == options.raise_after:
+        if step == options.raise_at:
+            raise RuntimeError(f"rank {training.rank} gives up")
+        if step == options.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _init_group(options: Options, rank: int, world_size: int) -> None:

@@ -1,34 +1,18 @@
-"""Which rank writes which slice where, and which bytes a restore must read. Layer 3, pure.
-
-Parameters and their optimizer state are replicas wherever several ranks hold the same box. Each
-such group of ranks shares the work in equal bytes, decided before anything is copied. Buffers may
-differ by rank, so every rank writes its own and the index points at rank 0's. The same input gives
-the same layout on every rank.
-"""
+"""Which rank writes which slice to which place of which file. Pure."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dist_ckpt.canonical import HEADER_BYTES, MAX_PARAMS
 from dist_ckpt.errors import MismatchError
+from dist_ckpt.layout._share import share_weights
 from dist_ckpt.resume_point import Canonical, shard_name, state_name
 from dist_ckpt.slices import Box, ByteRange, Placement, Role, TensorSpec, dtype_size
 from dist_ckpt.snapshot_index import IndexedTensor
 
-__all__ = [
-    "Layout",
-    "Owned",
-    "RankLayout",
-    "Run",
-    "decode_specs",
-    "encode_specs",
-    "plan_layout",
-    "plan_runs",
-]
+__all__ = ["STATE_ALIGN", "Layout", "Owned", "RankLayout", "plan_layout"]
 
 #: Tensors of a `.state` file start at multiples of this: every dtype can be viewed in place.
 STATE_ALIGN = 64
@@ -84,36 +68,6 @@ class Layout:
     canonical: Canonical
 
 
-def encode_specs(specs: Sequence[TensorSpec]) -> bytes:
-    """Return one rank's specs as JSON, for the other ranks."""
-    rows = [
-        [s.key, s.role, s.dtype, s.shape, [[b.offsets, b.sizes] for b in s.boxes], s.param]
-        for s in specs
-    ]
-    return json.dumps(rows, allow_nan=False).encode()
-
-
-def decode_specs(data: bytes) -> list[TensorSpec]:
-    """Return what :func:`encode_specs` was given."""
-    return [
-        TensorSpec(
-            key=key,
-            role=Role(role),
-            dtype=dtype,
-            shape=tuple(shape),
-            boxes=tuple(Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes),
-            param=param,
-        )
-        for key, role, dtype, shape, boxes, param in json.loads(data)
-    ]
-
-
-def specs_digest(specs: Sequence[TensorSpec]) -> int:
-    """Return 63 bits that differ where two ranks' or two saves' specs differ."""
-    digest = hashlib.blake2b(encode_specs(specs), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
 def plan_layout(ranks: Sequence[Sequence[TensorSpec]]) -> Layout:
     """Return who writes what.
 
@@ -126,8 +80,7 @@ def plan_layout(ranks: Sequence[Sequence[TensorSpec]]) -> Layout:
     """
     merged = _merge(ranks)
     weights = [spec for spec in merged.values() if spec.role is Role.WEIGHT]
-    holders = _holders(ranks)
-    cuts = _share(weights, holders, _bytes_by_param(merged))
+    cuts = share_weights(weights, ranks, _bytes_by_param(merged))
     canonical = _canonical(merged, weights, num_ranks=len(ranks))
     shards = [_Packer(start=HEADER_BYTES if canonical.is_shard else 0) for _ in ranks]
     zeros = _fill_shards(shards, merged, cuts, weights if canonical.is_shard else None)
@@ -244,18 +197,6 @@ def _merge(ranks: Sequence[Sequence[TensorSpec]]) -> dict[str, TensorSpec]:
     return merged
 
 
-def _holders(ranks: Sequence[Sequence[TensorSpec]]) -> dict[str, dict[Box, list[int]]]:
-    """Return parameter name → box → ranks that hold it, in rank order."""
-    holders: dict[str, dict[Box, list[int]]] = {}
-    for rank, specs in enumerate(ranks):
-        for spec in specs:
-            if spec.role is Role.WEIGHT:
-                boxes = holders.setdefault(spec.param or "", {})
-                for box in spec.boxes:
-                    boxes.setdefault(box, []).append(rank)
-    return holders
-
-
 def _bytes_by_param(merged: Mapping[str, TensorSpec]) -> dict[str, int]:
     """Return parameter name → bytes of its weight and of everything that follows it."""
     total: dict[str, int] = {}
@@ -263,56 +204,6 @@ def _bytes_by_param(merged: Mapping[str, TensorSpec]) -> dict[str, int]:
         if spec.param is not None:
             total[spec.param] = total.get(spec.param, 0) + spec.num_bytes
     return total
-
-
-def _share(
-    weights: Sequence[TensorSpec],
-    holders: Mapping[str, Mapping[Box, Sequence[int]]],
-    bytes_by_param: Mapping[str, int],
-) -> dict[str, list[tuple[int, Box]]]:
-    """Return parameter name → its boxes with the rank that owns each.
-
-    Boxes that the same ranks hold form one stream in canonical order. The stream is cut at equal
-    bytes, along dim 0 of the box that a cut falls into, so that every rank's part is one run of the
-    canonical order.
-    """
-    streams: dict[tuple[int, ...], list[tuple[TensorSpec, Box]]] = {}
-    for spec in weights:
-        for box, ranks in holders[spec.param or ""].items():
-            streams.setdefault(tuple(ranks), []).append((spec, box))
-    owned: dict[str, list[tuple[int, Box]]] = {}
-    for ranks, stream in streams.items():
-        costs = [
-            bytes_by_param[spec.param or ""] * box.numel // max(spec.numel, 1)
-            for spec, box in stream
-        ]
-        share = sum(costs) / len(ranks) or 1.0
-        passed = 0
-        for (spec, box), cost in zip(stream, costs, strict=True):
-            parts = owned.setdefault(spec.param or "", [])
-            for index, part in _cut(box, passed / share, cost / share, len(ranks)):
-                parts.append((ranks[index], part))
-            passed += cost
-    return owned
-
-
-def _cut(box: Box, start: float, length: float, num_parts: int) -> Iterator[tuple[int, Box]]:
-    """Yield (part, box) for a box at ``start … start + length`` of ``num_parts`` units."""
-    last = num_parts - 1
-    rows = box.sizes[0] if box.sizes else 1
-    if rows < 2 or length <= 0:
-        yield min(int(start + length / 2), last), box
-        return
-    row = 0
-    for part in range(min(int(start), last), num_parts):
-        stop = rows if part == last else round((part + 1 - start) / length * rows)
-        stop = min(max(stop, row), rows)
-        if stop > row:
-            offsets = (box.offsets[0] + row, *box.offsets[1:])
-            yield part, Box(offsets, (stop - row, *box.sizes[1:]))
-        row = stop
-        if row == rows:
-            return
 
 
 def _canonical(
@@ -368,49 +259,3 @@ def _index(
         IndexedTensor(key, spec.dtype, spec.shape, tuple(places[key]))
         for key, spec in merged.items()
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """``count`` elements side by side in two boxes, from ``source`` and from ``target`` on."""
-
-    source: int
-    target: int
-    count: int
-
-
-def plan_runs(source: Box, target: Box) -> list[Run]:
-    """Return the runs of elements to move from one row-major box to another."""
-    common = source.intersect(target)
-    if common is None:
-        return []
-    # Trailing dims that both boxes hold whole melt into one run.
-    dim = len(common.sizes)
-    while dim > 0 and common.sizes[dim - 1] == source.sizes[dim - 1] == target.sizes[dim - 1]:
-        dim -= 1
-    split = max(dim - 1, 0)
-    count = 1
-    for size in common.sizes[split:]:
-        count *= size
-    runs = []
-    for index in _indices(common.sizes[:split]):
-        at = (*index, *(0 for _ in common.sizes[split:]))
-        corner = [offset + i for offset, i in zip(common.offsets, at, strict=True)]
-        runs.append(Run(_flat(source, corner), _flat(target, corner), count))
-    return runs
-
-
-def _indices(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    if not sizes:
-        yield ()
-        return
-    for first in range(sizes[0]):
-        for rest in _indices(sizes[1:]):
-            yield (first, *rest)
-
-
-def _flat(box: Box, corner: Sequence[int]) -> int:
-    flat = 0
-    for offset, size, position in zip(box.offsets, box.sizes, corner, strict=True):
-        flat = flat * size + (position - offset)
-    return flat

@@ -1,0 +1,210 @@
+"""What is there of a run's generations: list, read, check. Layer 4, reads only, not collective."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from dist_ckpt import storage
+from dist_ckpt.canonical import bin_name, parse_step_name, step_name
+from dist_ckpt.errors import (
+    CorruptFileError,
+    DigestMismatchError,
+    DistCkptError,
+    NotFoundError,
+)
+from dist_ckpt.resume_point import (
+    INDEX_NAME,
+    RESUME_POINT_NAME,
+    VERIFIED_NAME,
+    ResumePoint,
+    load_strict_json,
+    parse_resume_point,
+)
+from dist_ckpt.snapshot_index import IndexedTensor, parse_index
+from dist_ckpt.storage import FileDigest
+
+__all__ = ["StoredGenerations"]
+
+#: Nobody's manifest is larger; a larger file isn't read into memory.
+_MANIFEST_LIMIT_BYTES = 1 << 30
+_WAY_OUT = "Use another generation; `dist-ckpt verify RUN` names the whole ones."
+
+
+class StoredGenerations:
+    """The generations below one run directory, to be read; any rank, any thread.
+
+    Args:
+        run_dir: The run directory; needn't exist for reading to answer "none".
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.directory = run_dir / "checkpoints"
+        self.archive = run_dir / "archive"
+
+    # Reading
+
+    def steps(self) -> list[int]:
+        """Return the steps of the committed generations, as numbers, ascending."""
+        if not storage.exists(self.directory):
+            return []
+        names = [name for name in storage.list_names(self.directory) if not name.endswith(".bin")]
+        found = (parse_step_name(name) for name in names)
+        return sorted(step for step in found if step is not None)
+
+    def path(self, step: int) -> Path:
+        """Return where the generation of ``step`` lies or would lie."""
+        return self.directory / step_name(step)
+
+    def bin_path(self, step: int) -> Path:
+        """Return where ``step_N.bin`` of ``step`` lies or would lie."""
+        return self.run_dir / bin_name(step)
+
+    def manifest_bytes(self, step: int) -> bytes:
+        """Return the bytes of ``resume_point.json``, unchecked."""
+        path = self.path(step) / RESUME_POINT_NAME
+        return storage.read_file(path, limit_bytes=_MANIFEST_LIMIT_BYTES)
+
+    def manifest(self, step: int) -> ResumePoint:
+        """Return the checked resume point of ``step``.
+
+        Raises:
+            NotFoundError: No such generation, or it lacks the file.
+            CorruptFileError: The file isn't whole, or belongs to another step.
+        """
+        path = self.path(step) / RESUME_POINT_NAME
+        point = parse_resume_point(self.manifest_bytes(step), path=path)
+        if point.step != step:
+            raise CorruptFileError(
+                f"{path} is of step {point.step}, in the directory of step {step}.",
+                next_step="Move the directory out of checkpoints/.",
+                path=str(path),
+                expected=step,
+                found=point.step,
+            )
+        return point
+
+    def index(self, point: ResumePoint) -> dict[str, IndexedTensor]:
+        """Return where every tensor of ``point`` lies; the index's digest is checked."""
+        path = self.path(point.step) / INDEX_NAME
+        data = storage.read_file(path, limit_bytes=_MANIFEST_LIMIT_BYTES)
+        found = storage.digest_bytes(data)
+        if found != point.index["digest"]:
+            raise DigestMismatchError(
+                f"{path} was changed: its digest is {found}, "
+                f"the resume point says {point.index['digest']}.",
+                next_step=_WAY_OUT,
+                path=str(path),
+                expected=point.index["digest"],
+                found=found,
+            )
+        sizes = {name: int(record["size_bytes"]) for name, record in point.files.items()}
+        return parse_index(data, path=path, file_sizes=sizes)
+
+    def digests(self, point: ResumePoint) -> dict[str, FileDigest]:
+        """Return the digest of each rank file of ``point``."""
+        where = self.path(point.step) / RESUME_POINT_NAME
+        digests = {}
+        for name, record in point.files.items():
+            try:
+                digests[name] = FileDigest.from_json(record)
+            except (KeyError, TypeError, ValueError, DistCkptError) as error:
+                raise CorruptFileError(
+                    f"{where} has no usable digests of {name}: {error}",
+                    next_step="Use another generation.",
+                    path=str(where),
+                ) from error
+        return digests
+
+    def check_files(self, point: ResumePoint) -> None:
+        """Return if every file of ``point`` is there with its length; reads no data.
+
+        Raises:
+            NotFoundError: One is missing.
+            CorruptFileError: One has another length.
+        """
+        for name, record in point.files.items():
+            path = self.path(point.step) / name
+            if not storage.exists(path):
+                raise NotFoundError(
+                    f"{path} is missing.",
+                    next_step=_WAY_OUT,
+                    path=str(path),
+                )
+            size = storage.file_size(path)
+            if size != record["size_bytes"]:
+                raise CorruptFileError(
+                    f"{path} has {size} bytes instead of {record['size_bytes']}.",
+                    next_step=_WAY_OUT,
+                    path=str(path),
+                    expected=record["size_bytes"],
+                    found=size,
+                )
+
+    def verified_at(self, step: int) -> float | None:
+        """Return when this very generation was read back whole, in seconds since the epoch.
+
+        None where it wasn't, or where ``verified.json`` is of another generation or unreadable.
+        """
+        try:
+            data = storage.read_file(self.path(step) / VERIFIED_NAME, limit_bytes=1 << 16)
+            body = load_strict_json(data, path=VERIFIED_NAME)
+            if body.get("resume_point") != storage.digest_bytes(self.manifest_bytes(step)):
+                return None
+            when = float(body["time"])
+        except (DistCkptError, KeyError, TypeError, ValueError, OverflowError):
+            return None
+        return when if math.isfinite(when) else None
+
+    def verify(
+        self,
+        point: ResumePoint,
+        *,
+        names: Collection[str] | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> int:
+        """Return the bytes read after every byte of the files was compared with its digest.
+
+        Args:
+            point: The resume point, already checked by itself.
+            names: Only these files; None for all, the index among them.
+            progress: Called with the bytes read since the last call.
+
+        Raises:
+            DigestMismatchError, CorruptFileError, NotFoundError: The first fault found.
+        """
+        total = 0
+        if names is None:
+            self.index(point)
+        for name, digest in self.digests(point).items():
+            if names is None or name in names:
+                path = self.path(point.step) / name
+                total += storage.verify_file(path, digest, progress=progress)
+        return total
+
+    # Pins
+
+    def pins(self) -> Mapping[int, str]:
+        """Return step → reason of the pinned generations.
+
+        Raises:
+            CorruptFileError: ``pins.json`` isn't an object of step numbers: nobody may guess what
+                was pinned.
+        """
+        path = self.run_dir / "pins.json"
+        if not storage.exists(path):
+            return {}
+        body: dict[str, Any] = load_strict_json(
+            storage.read_file(path, limit_bytes=1 << 24), path=path
+        )
+        if wrong := [key for key in body if not (key.isascii() and key.isdigit())]:
+            raise CorruptFileError(
+                f"{path} pins {wrong[0]!r}, which isn't a step number.",
+                next_step="Mend it by hand or move it away; until then nothing is retired.",
+                path=str(path),
+                found=wrong[0],
+            )
+        return {int(step): str(reason) for step, reason in body.items()}
