@@ -1,11 +1,10 @@
-"""One save, from the arena to a verified generation, on the background thread. Layer 6.
+"""One save, from the arena to a committed generation, on the background thread. Layer 6.
 
-    prepare (space, directory) → every rank writes and syncs its two files → rank 0 commits → told
-    to all
-      → every rank reads another rank's files back → rank 0 marks it verified → export → retention
+    prepare (space, directory) → every rank writes and syncs its two files → rank 0 commits
+      → told to all; what follows is in `_finish`
 
 Reports and outcomes go through the store, never through a collective: the training thread has
-    those.
+those.
 """
 
 from __future__ import annotations
@@ -22,15 +21,13 @@ import xxhash
 from dist_ckpt import storage
 from dist_ckpt.comm import Comm
 from dist_ckpt.errors import DistCkptError, SaveFailedError
-from dist_ckpt.export import export_bin
-from dist_ckpt.generations import GenerationStore, Retention, plan_retention
+from dist_ckpt.generations import GenerationStore, Retention
 from dist_ckpt.layout import Layout
 from dist_ckpt.resume_point import ResumePoint, shard_name, state_name
-from dist_ckpt.snapshot_index import encode_name
 from dist_ckpt.staging import Staged
 from dist_ckpt.storage import PIECE_BYTES, FileDigest
 
-__all__ = ["Job", "Outcome", "Saves", "finish_generation", "run_job", "tidy"]
+__all__ = ["Job", "Outcome", "Saves", "run_job"]
 
 #: What reading back costs beside writing (facts.md); only used to tell whether the deadline leaves
 #: time for it.
@@ -266,91 +263,3 @@ def _raise_errors(job: Job, errors: Mapping[str, str]) -> None:
             step=job.step,
             cause=dict(errors),
         )
-
-
-def finish_generation(saves: Saves, step: int, id_: str, *, answered_signal: bool) -> bool:
-    """Read a committed generation back, export it, retire old ones; return whether it is verified.
-
-    Every rank reads the files of the next rank (its own when alone) past the page cache. A
-    generation that doesn't read back whole is set aside and the run goes on with the one before.
-    """
-    comm, store = saves.comm, saves.store
-    error = None
-    try:
-        point = store.manifest(step)
-        # Of a generation of more ranks than there are now, each reads several ranks' files.
-        others = range((comm.rank + 1) % comm.world_size, point.world_size, comm.world_size)
-        names = [name(other) for other in others for name in (shard_name, state_name)]
-        store.verify(point, names=names)
-    except (DistCkptError, OSError) as caught:
-        error = str(caught)
-
-    def conclude(reports: list[bytes]) -> bytes:
-        errors = {
-            str(rank): text
-            for rank, text in enumerate(json.loads(report) for report in reports)
-            if text is not None
-        }
-        if errors:
-            where = store.set_aside(step, f"faulty_{step:06d}")
-            saves.journal("faulty", step=step, errors=errors, moved_to=str(where.parent.name))
-            saves.warn(f"step {step} didn't read back whole and was set aside: {errors}")
-        else:
-            store.mark_verified(step, "read back")
-            saves.journal("verified", step=step)
-        return json.dumps(not errors).encode()
-
-    report = json.dumps(error).encode()
-    verified: bool = json.loads(comm.exchange(f"verify {id_}", report, conclude))
-    if verified and comm.rank == 0:
-        tidy(saves, step, answered_signal=answered_signal)
-    return verified
-
-
-def tidy(saves: Saves, step: int, *, answered_signal: bool) -> None:
-    """Rank 0: export, and retire what retention lets go. Faults are said, not raised."""
-    if saves.export == "always" or (saves.export == "signal" and answered_signal):
-        _export(saves, step)
-    try:
-        _retire(saves)
-    except (DistCkptError, OSError) as error:
-        saves.journal("retire_failed", step=step, error=str(error))
-        saves.warn(f"old generations could not be retired: {error}")
-
-
-def _export(saves: Saves, step: int) -> None:
-    store = saves.store
-    try:
-        point = store.manifest(step)
-        if point.canonical.refused is not None:
-            return
-        how = export_bin(store, point, copy=saves.export_copy)
-        if how != "there":
-            saves.journal("exported", step=step, file=store.bin_path(step).name, how=how)
-    except (DistCkptError, OSError) as error:
-        saves.journal("export_failed", step=step, error=str(error))
-        saves.warn(f"step {step} has no .bin yet, it is tried again at the next start: {error}")
-
-
-def _retire(saves: Saves) -> None:
-    store = saves.store
-    verified = [step for step in store.steps() if store.verified_at(step) is not None]
-    kept = plan_retention(verified, pinned=store.pins(), retention=saves.retention)
-    for step in verified:
-        if step not in kept:
-            store.retire(step)
-            saves.journal("retired", step=step)
-    if saves.retention.keep_bins is not None:
-        keep = sorted(kept)[max(0, len(kept) - saves.retention.keep_bins) :]
-        for step in sorted(kept):
-            if step not in keep and storage.exists(store.bin_path(step)):
-                store.drop_bin(step)
-                saves.journal("bin_retired", step=step)
-
-
-def index_aliases(aliases: Mapping[str, str]) -> dict[str, str]:
-    """Return further keys of tied parameters as the index wants them."""
-    return {
-        f"model/{encode_name(alias)}": f"model/{encode_name(name)}"
-        for alias, name in aliases.items()
-    }
