@@ -139,6 +139,7 @@ class Checkpointer:
         self._session: Session | None = None
         self._is_open = False
         self._body: int | None = None
+        self._left_at: int | None = None
 
     # What a script asks
 
@@ -217,6 +218,7 @@ class Checkpointer:
             JobError: The ranks lost each other.
         """
         session = self._opened("steps")
+        self._refuse_after_break()
         if type(until) is not int or until < 0:
             raise UsageError(f"until={until!r} isn't a step number.", next_step="Give a number.")
         session.restore_rng()
@@ -224,11 +226,12 @@ class Checkpointer:
             return
         while session.step < until:
             self._body = session.step + 1
+            self._left_at = self._body  # until the body comes back
             try:
                 yield self._body
             finally:
                 body, self._body = self._body, None
-            session.step = body
+            session.step, self._left_at = body, None
             if session.boundary(is_last=session.step == until):
                 return
 
@@ -261,6 +264,7 @@ class Checkpointer:
         if self._body is not None:
             session.ask_save()
         else:
+            self._refuse_after_break()
             session.save_now()
 
     def stop(self) -> None:
@@ -281,6 +285,15 @@ class Checkpointer:
                 next_step="Use it inside `with dist_ckpt.Checkpointer(…) as ckpt:`.",
             )
         return self._session
+
+    def _refuse_after_break(self) -> None:
+        if self._left_at is not None:
+            raise UsageError(
+                f"The body of step {self._left_at} was left half-way, so nobody knows whether its "
+                "update was made.",
+                next_step="Call stop() in the body to end with a checkpoint, rather than break.",
+                step=self._left_at,
+            )
 
     def _step_of_body(self, what: str) -> int:
         if self._body is None:

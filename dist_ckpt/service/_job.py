@@ -23,9 +23,8 @@ from dist_ckpt.comm import Comm
 from dist_ckpt.errors import DistCkptError, SaveFailedError
 from dist_ckpt.generations import GenerationStore, Retention
 from dist_ckpt.layout import Layout
-from dist_ckpt.resume_point import ResumePoint, shard_name, state_name
-from dist_ckpt.staging import Staged
-from dist_ckpt.storage import PIECE_BYTES, FileDigest
+from dist_ckpt.resume_point import ResumePoint
+from dist_ckpt.staging import Writable
 
 __all__ = ["Job", "Outcome", "Saves", "run_job"]
 
@@ -53,7 +52,7 @@ class Job:
     step: int
     id: str
     reasons: tuple[str, ...]
-    staged: Staged | None
+    staged: Writable | None
     layout: Layout | None
     fault: str | None
     index: bytes
@@ -91,7 +90,7 @@ class Outcome:
     """
 
     finish: bool
-    content: str
+    content: str | None
 
 
 def run_job(saves: Saves, job: Job) -> Outcome:
@@ -142,7 +141,7 @@ def _first_report(saves: Saves, job: Job) -> bytes:
             job.staged.wait(saves.timeout_secs)
         except DistCkptError as error:
             fault = str(error)
-    num_bytes = job.staged.shard_bytes + job.staged.state_bytes if job.staged else 0
+    num_bytes = job.staged.num_bytes if job.staged else 0
     return json.dumps({"error": fault, "num_bytes": num_bytes}).encode()
 
 
@@ -168,37 +167,15 @@ def _prepare(saves: Saves, job: Job, reports: list[bytes]) -> bytes:
 
 def _write(saves: Saves, job: Job, directory: Path) -> bytes:
     """Write and sync this rank's files; return its report: digests, or what went wrong."""
-    staged, rank = job.staged, saves.comm.rank
-    if staged is None:
+    if job.staged is None:
         return json.dumps({"error": job.fault or "nothing was staged", "files": {}}).encode()
     try:
-        files = {
-            shard_name(rank): storage.write_shard(
-                directory / shard_name(rank), staged.shard, staged.shard_bytes
-            ),
-            state_name(rank): storage.write_shard(
-                directory / state_name(rank), staged.state, staged.state_bytes
-            ),
-        }
+        written = job.staged.write(directory, saves.comm.rank)
         storage.sync_dir(directory)
     except (DistCkptError, OSError) as error:
         return json.dumps({"error": str(error), "files": {}}).encode()
-    body = {
-        "error": None,
-        "files": {name: digest.to_json() for name, digest in files.items()},
-        "content": _content(staged, files[shard_name(rank)]),
-    }
-    return json.dumps(body).encode()
-
-
-def _content(staged: Staged, digest: FileDigest) -> str:
-    """Return a digest of weights and optimizer state alone, without the step in the header."""
-    found = xxhash.xxh3_128(
-        staged.shard[staged.header_bytes : min(PIECE_BYTES, staged.shard_bytes)].data
-    )
-    found.update("".join(digest.pieces[1:]).encode())
-    found.update(staged.state[: staged.optimizer_bytes].data)
-    return str(found.hexdigest())
+    files = {name: digest.to_json() for name, digest in written.files.items()}
+    return json.dumps({"error": None, "files": files, "content": written.content}).encode()
 
 
 def _commit(
@@ -211,10 +188,11 @@ def _commit(
     """Rank 0: the decision over all ranks' reports; makes the generation or says why not."""
     parsed = [json.loads(report) for report in reports]
     errors = {str(r): p["error"] for r, p in enumerate(parsed) if p["error"] is not None}
-    finish, contents = True, ""
+    finish: bool = True
+    contents: str | None = None
     if not errors:
         files = {name: record for p in parsed for name, record in p["files"].items()}
-        contents = xxhash.xxh3_128("".join(p["content"] for p in parsed).encode()).hexdigest()
+        contents = _content_of([p["content"] for p in parsed])
         point = job.point(files, {"content": contents})
         try:
             saves.sync_history()
@@ -239,14 +217,24 @@ def _commit(
     return json.dumps({"errors": errors, "finish": finish, "content": contents}).encode()
 
 
-def _say_stale(saves: Saves, job: Job, point: ResumePoint, content: str) -> None:
+def _content_of(contents: list[str | None]) -> str | None:
+    """Return one digest of all ranks' content, None where a rank has none."""
+    known = [content for content in contents if content is not None]
+    if len(known) < len(contents):
+        return None
+    return str(xxhash.xxh3_128("".join(known).encode()).hexdigest())
+
+
+def _say_stale(saves: Saves, job: Job, point: ResumePoint, content: str | None) -> None:
     """Case 42: a step moved, but not one bit of weights and optimizer state did."""
-    parent = point.notes.get("parent_content")
-    if parent == content and point.parent and point.parent["step"] != job.step:
-        saves.journal("stale", step=job.step, parent=point.parent["step"])
+    parent = point.parent
+    if content is None or parent is None or parent["step"] == job.step:
+        return
+    if point.notes.get("parent_content") == content:
+        saves.journal("stale", step=job.step, parent=parent["step"])
         saves.warn(
             f"step {job.step}: weights and optimizer state are bit-identical to step "
-            f"{point.parent['step']}. Is the optimizer stepping?"
+            f"{parent['step']}. Is the optimizer stepping?"
         )
 
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from dist_ckpt.capture import Captured
-from dist_ckpt.errors import DistCkptError
+from dist_ckpt.errors import DistCkptError, SaveFailedError
 from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.service._finish import finish_generation, tidy
 from dist_ckpt.service._job import Job, Saves, run_job
 from dist_ckpt.service._plans import Plan, Planner
 from dist_ckpt.service._worker import Ticket, Worker
 from dist_ckpt.slices import TensorSpec
-from dist_ckpt.staging import RankValues, Staging
+from dist_ckpt.staging import RankValues, Staging, Writable
 from dist_ckpt.storage import digest_bytes
 
 __all__ = ["Saver", "Subject"]
@@ -88,6 +88,7 @@ class Saver:
         Raises:
             JobError: It took longer than two time limits; the disk or a rank is stuck.
         """
+        self._staging.finish()
         self._worker.wait_committed()
         return self._committed_step
 
@@ -111,7 +112,8 @@ class Saver:
         self._counter += 1
         save_id = self._save_id(step)
         specs: list[TensorSpec] = []
-        staged, fault, shared = None, None, None
+        staged: Writable | None = None
+        fault, shared = None, None
         try:
             tensors = self._captured.tensors()
             shared = self._captured.shared_values()
@@ -144,6 +146,8 @@ class Saver:
             blocked_secs=time.monotonic() - started,
         )
         self._worker.submit(lambda ticket: self._run(job, ticket))
+        if staged is not None and staged.blocks:
+            self._worker.wait_committed()
 
     def tidy_start(self, step: int, *, unverified: Sequence[int]) -> None:
         """Have the background thread do what earlier attempts left to do.
@@ -157,7 +161,9 @@ class Saver:
             ticket.committed.set()
             for other in unverified:
                 save_id = f"{self._subject.nonce} {other}"
-                finish_generation(self._saves, other, save_id, answered_signal=True)
+                whole = finish_generation(self._saves, other, save_id, answered_signal=True)
+                if other == step and not whole:
+                    self._committed_step = None  # set aside: this step has to be saved again
             if self._saves.comm.rank == 0 and step not in unverified:
                 tidy(self._saves, step, answered_signal=True)
 
@@ -165,6 +171,7 @@ class Saver:
 
     def close(self) -> None:
         """End the thread and give the arena back; waits for the work in flight, within limits."""
+        self._staging.finish()
         self._worker.close()
         self._staging.close()
 
@@ -202,13 +209,22 @@ class Saver:
     # Background thread
 
     def _run(self, job: Job, ticket: Ticket) -> None:
+        before = (self._committed_step, self._parent)
         outcome = run_job(self._saves, job)
         self._committed_step = job.step
         self._parent = {"step": job.step, "id": job.id, "content": outcome.content}
+        self.take_failure()  # an earlier save's: this one stands in its place
         ticket.committed.set()
         if outcome.finish:
             signals = any(reason.startswith("SIG") for reason in job.reasons)
-            finish_generation(self._saves, job.step, job.id, answered_signal=signals)
+            if not finish_generation(self._saves, job.step, job.id, answered_signal=signals):
+                self._committed_step, self._parent = before
+                raise SaveFailedError(
+                    f"Step {job.step} was saved, but didn't read back whole.",
+                    next_step="It was set aside in archive/; look at the disk. Earlier generations "
+                    "are untouched.",
+                    step=job.step,
+                )
 
     def _report(self, error: DistCkptError) -> None:
         self._saves.journal("save_failed", step=error.values.get("step"), error=str(error))

@@ -121,7 +121,7 @@ def _build_saver(
     if any(p.is_cuda for p in trainer.captured.parameters().values()):
         overlap = Overlap(trainer.optimizers, CudaStreams())
     subject = Subject(attempt.name, attempt.number, attempt.nonce, start.identity)
-    saver = Saver(saves, Staging(overlap), trainer.captured, subject, start.parent)
+    saver = Saver(saves, Staging(overlap, warn=voice.warn), trainer.captured, subject, start.parent)
     try:
         saver.predict()
         if start.resumed is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,79 +16,20 @@ import torch
 
 from dist_ckpt.canonical import encode_header
 from dist_ckpt.capture import LiveTensor
-from dist_ckpt.layout import STATE_ALIGN, Layout, Owned, RankLayout
-from dist_ckpt.slices import Box, Role, dtype_size
+from dist_ckpt.errors import StorageError
+from dist_ckpt.layout import Layout, Owned, RankLayout
+from dist_ckpt.slices import Role, dtype_size
+from dist_ckpt.staging._compose import Composed, RankValues, compose
 from dist_ckpt.staging._overlap import Overlap
-from dist_ckpt.staging._state_file import OwnTensor, StateTail, encode_tail
+from dist_ckpt.staging._staged import Staged, Streamed, Writable, optimizer_end, part_of
+from dist_ckpt.staging._state_file import OwnTensor
 from dist_ckpt.storage import PAGE_BYTES, Arena
 
-__all__ = ["RankValues", "Staged", "Staging", "torch_dtype"]
+__all__ = ["Staging", "torch_dtype"]
 
 #: Room for values whose size is known at the save only (RNG, cursor, user's state); grows when it
 #: must.
 _SLACK_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Staged:
-    """One instant's bytes in the arena, until the next call of :meth:`Staging.stage`.
-
-    Attributes:
-        shard: uint8, page-aligned, padded to whole pages.
-        shard_bytes: True length of the shard.
-        state: The same for the ``.state`` file.
-        state_bytes: Its true length.
-        header_bytes: Bytes at the start of the shard that hold the step rather than state.
-        optimizer_bytes: Bytes at the start of ``state`` that hold optimizer tensors.
-    """
-
-    shard: np.ndarray
-    shard_bytes: int
-    state: np.ndarray
-    state_bytes: int
-    header_bytes: int
-    optimizer_bytes: int
-    overlap: Overlap | None = None
-
-    def wait(self, timeout_secs: float) -> None:
-        """Return once the bytes are all there and known to be of one instant; on any thread."""
-        if self.overlap is not None:
-            self.overlap.wait(timeout_secs)
-
-
-@dataclass(frozen=True)
-class RankValues:
-    """What a rank keeps beside its tensors.
-
-    Attributes:
-        encode: Called with a sink for tensors, returns tagged JSON (``Captured.rank_values``).
-        shared: Tagged JSON of the values meant to be the same on every rank.
-        rank: This rank.
-        step: Finished updates.
-        id: Name of this save.
-    """
-
-    encode: Callable[[Callable[[str, Any], Any]], Any]
-    shared: Any
-    rank: int
-    step: int
-    id: str
-
-
-@dataclass
-class _Sink:
-    """Collects tensors inside values; gives each a number, and a place behind the layout's."""
-
-    end: int
-    items: list[tuple[OwnTensor, torch.Tensor]] = field(default_factory=list)
-
-    def put(self, _path: str, value: torch.Tensor | np.ndarray) -> int:
-        tensor = torch.from_numpy(value) if isinstance(value, np.ndarray) else value.detach()
-        start = -(-self.end // STATE_ALIGN) * STATE_ALIGN
-        own = OwnTensor(start, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        self.items.append((own, tensor))
-        self.end = own.byte_range.stop
-        return len(self.items) - 1
 
 
 class Staging:
@@ -98,9 +38,14 @@ class Staging:
     Args:
         overlap: Copies what the optimizer owns during the next step (CUDA), None where everything
             is copied at the boundary.
+        warn: Told once where there is no memory for an arena; saves stream then, blocking.
     """
 
-    def __init__(self, overlap: Overlap | None = None) -> None:
+    def __init__(
+        self, overlap: Overlap | None = None, *, warn: Callable[[str], None] = lambda _text: None
+    ) -> None:
+        self._warn = warn
+        self._is_short = False
         self._arena: Arena | None = None
         self._bytes: torch.Tensor | None = None
         self._plan: RankLayout | None = None
@@ -135,12 +80,22 @@ class Staging:
         if self._overlap is not None:
             self._overlap.finish()
 
-    def adopt(self, plan: RankLayout, *, values_bytes: int = 0) -> None:
+    def adopt(self, plan: RankLayout, *, values_bytes: int = 0) -> bool:
         """Have an arena that fits ``plan``, its pages touched; costs time only for a new plan.
 
-        Raises:
-            StorageError: The memory can't be had; there is no arena then.
+        Returns:
+            False where the memory can't be had: there is no arena then, and isn't asked for again.
         """
+        if not self._is_short:
+            try:
+                self._adopt(plan, values_bytes)
+            except StorageError as error:
+                self._is_short = True
+                self._drop_arena()
+                self._warn(f"saves block training until they are written: {error}")
+        return not self._is_short
+
+    def _adopt(self, plan: RankLayout, values_bytes: int) -> None:
         need = _pages(plan.shard_bytes) + _pages(plan.state_bytes + values_bytes + _SLACK_BYTES)
         if need <= self.size_bytes and (plan is self._plan or plan == self._plan):
             return
@@ -177,65 +132,53 @@ class Staging:
         values: RankValues,
         *,
         may_overlap: bool = False,
-    ) -> Staged:
+    ) -> Writable:
         """Copy one instant into the arena.
 
         Everything is copied when this returns, except, with ``may_overlap`` on CUDA, what only the
-        optimizer changes: that is copied before the optimizer's next update, and
-        :meth:`Staged.wait` waits for it.
+        optimizer changes: that is copied before the optimizer's next update, and ``wait`` of what
+        is returned waits for it. Where there is no memory for an arena nothing is copied: what is
+        returned ``blocks``.
 
         Raises:
             UnsupportedValueError: A value appeared that can't be kept.
         """
         plan = layout.ranks[values.rank]
-        sink = _Sink(plan.state_bytes)
-        encoded = values.encode(sink.put)
-        buffers = {
-            owned.key: OwnTensor(owned.start, owned.dtype, owned.box.sizes)
-            for owned in plan.state
-            if owned.role is Role.BUFFER
-        }
-        tail = encode_tail(
-            StateTail(
-                rank=values.rank,
-                step=values.step,
-                id=values.id,
-                buffers=buffers,
-                values=encoded,
-                shared=values.shared,
-                tensors=tuple(own for own, _ in sink.items),
-            )
-        )
-        state_bytes = sink.end + len(tail)
-        self.adopt(plan, values_bytes=state_bytes - plan.state_bytes)
-        base = _pages(plan.shard_bytes)
+        composed = compose(plan, values)
+        header = b""
+        if layout.canonical.is_shard:
+            header = encode_header(values.step, layout.canonical.num_params)
+        if not self.adopt(plan, values_bytes=composed.state_bytes - plan.state_bytes):
+            live = {item.spec.key: (item.tensor, item.spec.boxes[0]) for item in tensors}
+            return Streamed(plan, live, composed, header)
         overlap = self._overlap if may_overlap and self._overlap and self._overlap.is_on else None
         self._copy(tensors, overlap=overlap)
-        array = self._array
+        self._copy_values(composed, plan)
+        array, base = self._array, _pages(plan.shard_bytes)
+        array[: len(header)] = np.frombuffer(header, np.uint8)
+        return Staged(
+            shard=array[:base],
+            shard_bytes=plan.shard_bytes,
+            state=array[base : base + _pages(composed.state_bytes)],
+            state_bytes=composed.state_bytes,
+            header_bytes=len(header),
+            optimizer_bytes=optimizer_end(plan),
+            overlap=overlap,
+        )
+
+    def _copy_values(self, composed: Composed, plan: RankLayout) -> None:
+        array, base = self._array, _pages(plan.shard_bytes)
         end = plan.state_bytes
-        for own, tensor in sink.items:
+        for own, tensor in composed.tensors:
             # Zeros, as between the layout's tensors: an earlier save may have had values there.
             array[base + end : base + own.start] = 0
             self._view(own, base).copy_(tensor)
             end = own.byte_range.stop
-        array[base + sink.end : base + state_bytes] = np.frombuffer(tail, np.uint8)
-        header_bytes = 0
-        if layout.canonical.is_shard:
-            header = encode_header(values.step, layout.canonical.num_params)
-            header_bytes = len(header)
-            array[:header_bytes] = np.frombuffer(header, np.uint8)
-        return Staged(
-            shard=array[: _pages(plan.shard_bytes)],
-            shard_bytes=plan.shard_bytes,
-            state=array[base : base + _pages(state_bytes)],
-            state_bytes=state_bytes,
-            header_bytes=header_bytes,
-            optimizer_bytes=_optimizer_end(plan),
-            overlap=overlap,
-        )
+        tail = np.frombuffer(composed.tail, np.uint8)
+        array[base + composed.tail_start : base + composed.state_bytes] = tail
 
     @property
-    def _array(self) -> np.ndarray:
+    def _array(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         if self._arena is None:
             raise RuntimeError("the arena isn't there yet")
         return self._arena.array
@@ -246,7 +189,7 @@ class Staging:
         with torch.no_grad():
             for owned, target in self._targets:
                 item = live[owned.key]
-                source = _part(item.tensor, item.spec.boxes[0], owned.box)
+                source = part_of(item.tensor, item.spec.boxes[0], owned.box)
                 if overlap is not None and owned.role is not Role.BUFFER and source.is_cuda:
                     later.append((target, source))
                 elif _is_plain(source, target):
@@ -268,18 +211,6 @@ def _is_plain(source: torch.Tensor, target: torch.Tensor) -> bool:
         and source.is_contiguous()
         and not source.is_complex()  # may be conjugated, which only a real copy resolves
     )
-
-
-def _part(tensor: torch.Tensor, holds: Box, wanted: Box) -> torch.Tensor:
-    if holds == wanted:
-        return tensor
-    for dim, (start, size) in enumerate(zip(wanted.offsets, wanted.sizes, strict=True)):
-        tensor = tensor.narrow(dim, start - holds.offsets[dim], size)
-    return tensor
-
-
-def _optimizer_end(plan: RankLayout) -> int:
-    return max((o.stop for o in plan.state if o.role is Role.OPTIMIZER), default=0)
 
 
 def _pages(num_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""Prepare → commit or abort in the right order of syncs; what is verified, retired and set aside."""
+"""Prepare → commit or abort in the right order of syncs; what is verified, retired, set aside."""
 
 from __future__ import annotations
 

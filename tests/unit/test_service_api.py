@@ -161,6 +161,20 @@ def test_a_body_that_is_left_takes_no_checkpoint(how: str, run: Path) -> None:
     assert Net().train(run, 5).resumed is not None
 
 
+def test_after_a_break_nothing_is_saved_under_a_number_that_may_be_wrong(run: Path) -> None:
+    net = Net()
+    with net.checkpointer(run) as ckpt:
+        for step in ckpt.steps(20):
+            net.update()
+            if step == 6:
+                break
+        with pytest.raises(UsageError, match="body of step 6 was left half-way"):
+            ckpt.save()
+        with pytest.raises(UsageError, match="stop"):
+            list(ckpt.steps(20))
+    assert _steps(run) == [4]
+
+
 def test_stop_ends_after_the_body_with_a_checkpoint_and_no_exit_status(run: Path) -> None:
     net = Net()
     with net.checkpointer(run, stop_exit_code=75) as ckpt:
