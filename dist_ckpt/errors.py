@@ -82,7 +82,10 @@ class DistCkptError(Exception):
         return _rebuild, (type(self), self.message, self.next_step, self.values)
 
     def __str__(self) -> str:
-        return f"{self.message} {self.next_step}" if self.next_step else self.message
+        if not self.next_step:
+            return self.message
+        gap = "" if self.message.endswith("\n") else " "
+        return f"{self.message}{gap}{self.next_step}"
 
     def to_json(self) -> dict[str, Any]:
         """Return ``{"id", "message", "next_step", …values}`` with values that JSON can hold."""

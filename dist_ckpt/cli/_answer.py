@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -31,5 +32,19 @@ class Answer:
 
 
 def dump(document: dict[str, Any]) -> str:
-    """Return one JSON document, a whole line; ASCII, so that any terminal and file name will do."""
-    return json.dumps(document, allow_nan=False) + "\n"
+    """Return one JSON document, a whole line; ASCII, so that any terminal and file name will do.
+
+    A number that isn't finite, which JSON has no word for, is spelled as text.
+    """
+    try:
+        return json.dumps(document, allow_nan=False) + "\n"
+    except ValueError:
+        return json.dumps(_finite(document), allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -101,7 +101,7 @@ def tell_generation(document: dict[str, Any]) -> str:
         ("run", document["run"]),
         ("path", document["path"]),
         ("id", document["id"]),
-        ("parent", f"step {parent['step']}, {parent['id']}" if parent else "none"),
+        ("parent", f"step {parent.get('step')}, {parent.get('id')}" if parent else "none"),
         ("attempt", document["attempt"]),
         ("saved", ago(now - document["time"])),
         ("reasons", ", ".join(document["reasons"])),

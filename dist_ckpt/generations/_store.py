@@ -6,6 +6,7 @@ committed; its files never change after that.
 
 from __future__ import annotations
 
+import errno
 import json
 import secrets
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from dist_ckpt import storage
 from dist_ckpt.canonical import step_name
+from dist_ckpt.errors import StorageError
 from dist_ckpt.generations._stored import StoredGenerations
 from dist_ckpt.resume_point import (
     INDEX_NAME,
@@ -40,6 +42,7 @@ class GenerationStore(StoredGenerations):
 
         A generation is no more durable than the names that lead to it.
         """
+        _make_durable(self.run_dir.parent, mode=0o777)
         _make_durable(self.directory)
 
     def prepare(self, step: int, save_id: str) -> Path:
@@ -148,10 +151,15 @@ class GenerationStore(StoredGenerations):
         return removed
 
 
-def _make_durable(directory: Path) -> None:
+def _make_durable(directory: Path, mode: int = 0o700) -> None:
     """Have a directory whose name is durable, and so are those of the parents made for it."""
     if storage.exists(directory):
         return
-    _make_durable(directory.parent)
-    storage.make_dir(directory, exist_ok=True)
-    storage.sync_dir(directory.parent)
+    _make_durable(directory.parent, mode)
+    storage.make_dir(directory, mode, exist_ok=True)
+    try:
+        storage.sync_dir(directory.parent)
+    except StorageError as error:
+        # Others' directory, where one may write but not look: nothing more can be done.
+        if error.errno != errno.EACCES:
+            raise

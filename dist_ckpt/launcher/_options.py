@@ -37,10 +37,10 @@ What differs from torchrun:
 
 Options:
   --grace SECS          what a stop may take once delivered, then the job is killed
-  [{DEFAULT_GRACE_SECS:g}] --announce-wait SECS  how long a stop is held back for workers that have
-  no handlers yet, before
-                        torchrun is asked to end them [as --grace]; short for scripts without
-                        dist_ckpt
+                        [{DEFAULT_GRACE_SECS:g}]
+  --announce-wait SECS  how long a stop is held back for workers that have no handlers
+                        yet, before torchrun is asked to end them [as --grace]; short
+                        for scripts without dist_ckpt
   -h, --help            this text; torchrun's own: torchrun --help
 """
 

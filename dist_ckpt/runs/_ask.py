@@ -229,7 +229,11 @@ def _find_process(run: Run) -> tuple[int, int]:
         raise _not_running(run, f"{run.path} is {word}: {reasons}.")
     if not process.alive:
         raise _not_running(run, f"{run.path} runs elsewhere: {process.text}.", facts.get("host"))
-    return int(facts["pid"]), int(facts["start_time"])
+    pid = int(facts["pid"])
+    start_time = announce.process_start_time(pid)
+    if start_time is None:
+        raise _not_running(run, f"Process {pid} has just ended.")
+    return pid, start_time
 
 
 def _not_running(run: Run, message: str, host: object = None) -> NotRunningError:

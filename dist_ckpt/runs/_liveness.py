@@ -141,7 +141,7 @@ def _ask_journal(journal: Sequence[Mapping[str, Any]], facts: Mapping[str, Any])
 
 
 def _last_attempt_event(journal: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    words = {"attempt_started", "attempt_stopped", "attempt_ended", "attempt_failed"}
+    words = ("attempt_started", "attempt_stopped", "attempt_ended", "attempt_failed")
     return next((event for event in reversed(journal) if event.get("event") in words), {})
 
 

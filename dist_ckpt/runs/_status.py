@@ -162,11 +162,11 @@ def _attempt(facts: Mapping[str, Any], journal: Sequence[Mapping[str, Any]]) -> 
 
 def _newest_marks(journal: Sequence[Mapping[str, Any]]) -> list[_Mark]:
     """Return ``(time, step)`` of the last events of the newest attempt that moved."""
-    by_attempt: dict[Any, list[_Mark]] = {}
+    by_attempt: dict[str, list[_Mark]] = {}
     for event in journal:
         step, when = event.get("step"), event.get("time")
         if event.get("event") in _MARKS and type(step) is int and isinstance(when, int | float):
-            by_attempt.setdefault(event.get("attempt"), []).append((float(when), step))
+            by_attempt.setdefault(str(event.get("attempt")), []).append((float(when), step))
     for marks in reversed(by_attempt.values()):
         if marks[-1][1] > marks[0][1]:
             return marks[-_NUM_MARKS:]

@@ -27,6 +27,8 @@ from dist_ckpt.history import canonical, parse_loss, read_journal
 from dist_ckpt.resume import Reader, restore_newest
 from dist_ckpt.resume_point import encode_resume_point
 from dist_ckpt.seeding import kept_generators
+from dist_ckpt.tree import TORCH_DTYPES
+from dist_ckpt.tree._decode import _LEAF_TAGS, _NODE_TAGS
 from golden.make_generation import EXTRA, LOSSES, STEP, Objects, at_step_100, fresh, seed
 
 RUN = Path(__file__).parent / "generation_v1" / "golden"
@@ -124,7 +126,7 @@ def test_every_tensor_is_found_by_its_entry() -> None:
     names = {id(p): n for n, p in saved.model.named_parameters()}
     for parameter, state in saved.optimizer.state.items():
         for kind, tensor in state.items():
-            expected[f"0/optimizer/{names[id(parameter)]}/{kind}"] = tensor
+            expected[f"0/optimizer/{names[id(parameter)]}%2F{kind}"] = tensor
     assert set(entries) == set(expected)
     for key, tensor in expected.items():
         assert by_the_document(entries[key]).tolist() == tensor.double().tolist(), key
@@ -156,7 +158,8 @@ def test_the_canonical_file_follows_from_the_names() -> None:
     assert np.frombuffer(data[:8], "<i4").tolist() == [STEP, count]
     assert len(data) == 8 + 12 * count
     expected: list[float] = []
-    for prefix, suffix in (("model", ""), ("optimizer", "/exp_avg"), ("optimizer", "/exp_avg_sq")):
+    kinds = (("model", ""), ("optimizer", "%2Fexp_avg"), ("optimizer", "%2Fexp_avg_sq"))
+    for prefix, suffix in kinds:
         for name in point["canonical"]["names"]:
             if suffix and name in point["canonical"]["stateless"]:
                 weight = by_the_document(entries[f"0/model/{name}"])
@@ -167,6 +170,20 @@ def test_the_canonical_file_follows_from_the_names() -> None:
     assert np.frombuffer(data[8:], "<f4").tolist() == np.array(expected, "<f4").tolist()
     line = (RUN / "step_000100.bin.sha256").read_text()
     assert line == f"{hashlib.sha256(data).hexdigest()}  step_000100.bin\n"
+
+
+def test_the_document_names_every_key_and_tag_that_is_written() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
+    point, body = resume_point(), tail(1)
+    verified = json.loads((HOME / "verified.json").read_bytes())
+    objects = [point, point["canonical"], point["index"], point["files"]["rank_00000.shard"]]
+    objects += [body, body["values"], body["values"]["rng"], body["shared"], verified]
+    objects += body["shared"]["optimizers"].values()
+    keys = {key for item in objects for key in item}
+    assert [key for key in sorted(keys) if f"`{key}`" not in text and f'"{key}"' not in text] == []
+    tags = {*_LEAF_TAGS, *_NODE_TAGS, "$tensor", "$ndarray"}
+    assert [tag for tag in sorted(tags) if f'{{"{tag}": ' not in text] == []
+    assert [name for name in TORCH_DTYPES if f"`{name}`" not in text] == []
 
 
 # By the library

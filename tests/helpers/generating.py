@@ -16,11 +16,11 @@ import torch
 from dist_ckpt.capture import Captured, LiveTensor
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.layout import Layout, plan_layout
-from dist_ckpt.resume_point import ResumePoint, shard_name, state_name
+from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.slices import Box, Role, TensorSpec
 from dist_ckpt.snapshot_index import encode_index, encode_name
 from dist_ckpt.staging import RankValues, Staged, Staging
-from dist_ckpt.storage import digest_bytes, sync_dir, write_shard
+from dist_ckpt.storage import digest_bytes, sync_dir
 
 SAVE_ID = "0123456789abcdef" * 2
 
@@ -74,7 +74,9 @@ def adam_part(
 def stage(layout: Layout, part: Part, rank: int, *, step: int = 100, id_: str = SAVE_ID) -> Staged:
     """Return one rank's bytes, in an arena of their own."""
     values = RankValues(part.encode, part.shared, rank, step, id_)
-    return Staging().stage(layout, part.tensors, values)
+    staged = Staging().stage(layout, part.tensors, values)
+    assert isinstance(staged, Staged)  # there is memory for a test's arena
+    return staged
 
 
 def write_generation(
@@ -117,12 +119,8 @@ def write_rank_files(
     """Have every rank's two files, synced; return their digests as JSON."""
     files = {}
     for rank, part in enumerate(parts):
-        staged = stage(layout, part, rank, step=step, id_=id_)
-        for name, buffer, size in (
-            (shard_name(rank), staged.shard, staged.shard_bytes),
-            (state_name(rank), staged.state, staged.state_bytes),
-        ):
-            digest = write_shard(directory / name, buffer, size)
+        written = stage(layout, part, rank, step=step, id_=id_).write(directory, rank)
+        for name, digest in written.files.items():
             files[name] = json.loads(json.dumps(digest.to_json()))
     sync_dir(directory)
     return files

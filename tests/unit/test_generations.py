@@ -106,6 +106,16 @@ def test_the_first_save_makes_every_name_that_leads_to_it_durable(run_dir: Path)
     assert (run_dir.stat().st_mode & 0o777) == 0o700
 
 
+def test_a_parent_that_may_not_be_looked_into_is_no_reason_to_fail(run_dir: Path) -> None:
+    run_dir.parent.mkdir()
+    ops = FaultyOps(Fault("open", "runs", error="EACCES"))
+    with use_ops(ops):
+        GenerationStore(run_dir).create()
+    assert ops.struck == 1
+    with use_ops(FaultyOps(Fault("fsync", "runs", error="EIO"))), pytest.raises(StorageError):
+        GenerationStore(run_dir.parent / "other").create()
+
+
 def test_a_later_save_costs_no_sync_of_the_parents(run_dir: Path) -> None:
     store = made(run_dir, 100)
     with use_ops(RecordingOps()) as ops:

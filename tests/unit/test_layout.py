@@ -33,9 +33,7 @@ def adam_specs(
             specs += [
                 spec(f"optimizer/{n}/{role}", role, s, n, "float32") for n, s in shapes.items()
             ]
-        specs += [
-            spec(f"optimizer/{n}/step", Role.OPTIMIZER, (), n, "float32") for n in shapes
-        ]
+        specs += [spec(f"optimizer/{n}/step", Role.OPTIMIZER, (), n, "float32") for n in shapes]
     return specs
 
 
@@ -176,8 +174,7 @@ def two_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box, Box]:
     def box() -> Box:
         offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
         sizes = tuple(
-            draw(st.integers(1, size - offset))
-            for size, offset in zip(shape, offsets, strict=True)
+            draw(st.integers(1, size - offset)) for size, offset in zip(shape, offsets, strict=True)
         )
         return Box(offsets, sizes)
 

@@ -31,9 +31,7 @@ POINT = ResumePoint(
     time=1.5,
     reasons=("cadence", "SIGUSR1"),
     world_size=2,
-    files={
-        f"rank_{rank:05d}.{kind}": record() for rank in range(2) for kind in ("shard", "state")
-    },
+    files={f"rank_{rank:05d}.{kind}": record() for rank in range(2) for kind in ("shard", "state")},
     index={"size_bytes": 3, "digest": "xxh3_128:1"},
     canonical=Canonical(("w", "b"), 12, is_shard=False, stateless=("b",)),
     identity={"config": {"lr": 0.1}},

@@ -60,7 +60,8 @@ def test_names_with_slashes_and_percents_come_back() -> None:
 
 
 def shard(body: dict[str, Any]) -> dict[str, Any]:
-    return body["manifest"]["0/" + WEIGHT.key]["shards"][0]
+    found: dict[str, Any] = body["manifest"]["0/" + WEIGHT.key]["shards"][0]
+    return found
 
 
 HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {

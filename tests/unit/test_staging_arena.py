@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,6 @@ import pytest
 import torch
 
 from dist_ckpt.canonical import parse_state
-from dist_ckpt.errors import StorageError
 from dist_ckpt.layout import STATE_ALIGN, Layout, plan_layout
 from dist_ckpt.slices import Role
 from dist_ckpt.staging import TAIL_BYTES, RankValues, Staged, Staging, parse_tail, torch_dtype
@@ -26,6 +26,12 @@ def weights() -> dict[str, torch.Tensor]:
 
 def layout_of(part: Part) -> Layout:
     return plan_layout([[item.spec for item in part.tensors]])
+
+
+def stage_in(staging: Staging, layout: Layout, part: Part, *, step: int = 100) -> Staged:
+    staged = staging.stage(layout, part.tensors, values_of(part, step=step))
+    assert isinstance(staged, Staged)
+    return staged
 
 
 def values_of(part: Part, *, step: int = 100) -> RankValues:
@@ -63,9 +69,9 @@ def test_a_single_rank_stages_the_canonical_file() -> None:
 def test_moments_that_do_not_exist_are_zeros_even_where_an_earlier_plan_had_values() -> None:
     staging = Staging()
     full = adam_part(weights())
-    staging.stage(layout_of(full), full.tensors, values_of(full))
+    stage_in(staging, layout_of(full), full)
     partly = adam_part(weights(), stateless=("w",))
-    staged = staging.stage(layout_of(partly), partly.tensors, values_of(partly))
+    staged = stage_in(staging, layout_of(partly), partly)
     state = parse_state(staged.shard[: staged.shard_bytes], path="x")
     assert state.m.tolist() == [0.0] * 12 + [-0.75, 0.25, 1.25]
     assert state.weights.tolist() == [*range(12), -1, 0, 1]
@@ -74,11 +80,11 @@ def test_moments_that_do_not_exist_are_zeros_even_where_an_earlier_plan_had_valu
 def test_the_arena_is_reused_from_save_to_save() -> None:
     part = adam_part(weights())
     layout, staging = layout_of(part), Staging()
-    first = staging.stage(layout, part.tensors, values_of(part))
+    first = stage_in(staging, layout, part)
     size = staging.size_bytes
     address = first.shard.ctypes.data
     for step in (101, 102):
-        staged = staging.stage(layout, part.tensors, values_of(part, step=step))
+        staged = stage_in(staging, layout, part, step=step)
         assert staged.shard.ctypes.data == address
         assert staging.size_bytes == size
 
@@ -86,9 +92,9 @@ def test_the_arena_is_reused_from_save_to_save() -> None:
 def test_the_arena_grows_when_the_values_outgrow_it() -> None:
     small, large = with_values(torch.ones(3)), with_values(torch.ones(3 << 18))
     layout, staging = layout_of(small), Staging()
-    staging.stage(layout, small.tensors, values_of(small))
+    stage_in(staging, layout, small)
     before = staging.size_bytes
-    staged = staging.stage(layout, large.tensors, values_of(large))
+    staged = stage_in(staging, layout, large)
     assert staging.size_bytes >= before + (2 << 20)
     (own,) = tail_of(staged).tensors
     found = staged.state[own.byte_range.start : own.byte_range.stop].view("<f4")
@@ -166,12 +172,12 @@ def test_gaps_are_zeros_even_where_an_earlier_save_had_values() -> None:
     odd = part(torch.ones(3, dtype=torch.uint8), torch.ones(3, dtype=torch.uint8))
     full = part(torch.full((500,), 255, dtype=torch.uint8))
     layout, staging = layout_of(odd), Staging()
-    fresh = bytes(staging.stage(layout, odd.tensors, values_of(odd)).state)
-    size = staging.stage(layout, odd.tensors, values_of(odd)).state_bytes
-    staging.stage(layout, full.tensors, values_of(full))
-    again = bytes(staging.stage(layout, odd.tensors, values_of(odd)).state)
+    fresh = bytes(stage_in(staging, layout, odd).state)
+    size = stage_in(staging, layout, odd).state_bytes
+    stage_in(staging, layout, full)
+    again = bytes(stage_in(staging, layout, odd).state)
     assert again[:size] == fresh[:size]
-    first, second = tail_of(staging.stage(layout, odd.tensors, values_of(odd))).tensors
+    first, second = tail_of(stage_in(staging, layout, odd)).tensors
     assert (first.start % STATE_ALIGN, second.start % STATE_ALIGN) == (0, 0)
     assert again[first.byte_range.stop : second.start] == bytes(second.start - first.start - 3)
 
@@ -198,22 +204,48 @@ def test_adopting_beforehand_makes_the_first_save_find_its_arena() -> None:
     staging.adopt(layout.ranks[0])
     size = staging.size_bytes
     assert size > 0
-    staging.stage(layout_of(part), part.tensors, values_of(part))
+    stage_in(staging, layout_of(part), part)
     assert staging.size_bytes == size
     staging.close()
     assert staging.size_bytes == 0
 
 
-def test_memory_that_cannot_be_had_is_an_error_and_leaves_no_half_arena() -> None:
-    part = adam_part(weights())
-    layout, staging = layout_of(part), Staging()
-    staging.stage(layout, part.tensors, values_of(part))
-    with pytest.raises(StorageError, match="host memory"):
-        staging.adopt(layout.ranks[0], values_bytes=1 << 60)
-    assert staging.size_bytes == 0
-    staged = staging.stage(layout, part.tensors, values_of(part))
-    state = parse_state(staged.shard[: staged.shard_bytes], path="x")
-    assert state.weights.tolist() == [*range(12), -1, 0, 1]
+def test_memory_that_cannot_be_had_is_said_once_and_saves_stream_the_same_bytes(
+    tmp_path: Path,
+) -> None:
+    part = adam_part(
+        weights(), stateless=("b",), buffers={"n": torch.arange(5), "c": torch.ones(())}
+    )
+
+    def encode(put: Callable[[str, Any], Any]) -> Any:
+        return [put("a", torch.ones(3, dtype=torch.uint8)), put("b", torch.arange(6.0)[::2])]
+
+    part = Part(part.tensors, encode, {})
+    for world_size in (1, 2):
+        layout = plan_layout([[item.spec for item in part.tensors]] * world_size)
+        said: list[str] = []
+        staging = Staging(warn=said.append)
+        assert not staging.adopt(layout.ranks[0], values_bytes=1 << 60)
+        assert staging.size_bytes == 0
+        for rank in range(world_size):
+            values = RankValues(part.encode, part.shared, rank, 100, SAVE_ID)
+            streamed = staging.stage(layout, part.tensors, values)
+            staged = stage(layout, part, rank)
+            assert streamed.blocks
+            assert not staged.blocks
+            assert streamed.num_bytes == staged.num_bytes
+            homes = [tmp_path / f"{kind}-{world_size}-{rank}" for kind in ("live", "arena")]
+            for home, what in zip(homes, (streamed, staged), strict=True):
+                home.mkdir()
+                what.wait(0.01)
+                what.write(home, rank)
+            names = sorted(path.name for path in homes[1].iterdir())
+            assert names == [f"rank_{rank:05d}.shard", f"rank_{rank:05d}.state"]
+            for name in names:
+                assert (homes[0] / name).read_bytes() == (homes[1] / name).read_bytes(), name
+        (text,) = said
+        assert "block training" in text
+        assert "host memory" in text
 
 
 def test_closing_gives_the_memory_back() -> None:
@@ -221,7 +253,7 @@ def test_closing_gives_the_memory_back() -> None:
     arena.close()
     part = adam_part(weights())
     staging = Staging()
-    staging.stage(layout_of(part), part.tensors, values_of(part))
+    stage_in(staging, layout_of(part), part)
     staging.close()
     staging.close()
     assert staging.size_bytes == 0

@@ -11,7 +11,7 @@ import torch
 
 from dist_ckpt.errors import JobError
 from dist_ckpt.layout import plan_layout
-from dist_ckpt.staging import Overlap, RankValues, Staging
+from dist_ckpt.staging import Overlap, RankValues, Staged, Staging
 from helpers.generating import SAVE_ID, adam_part
 
 
@@ -222,6 +222,7 @@ def test_on_the_cpu_everything_is_copied_at_the_boundary_even_with_overlap() -> 
     staging = Staging(overlap)
     values = RankValues(part.encode, part.shared, 0, 1, SAVE_ID)
     staged = staging.stage(layout, part.tensors, values, may_overlap=True)
+    assert isinstance(staged, Staged)
     assert staged.shard[8:20].view("<f4").tolist() == [1, 1, 1]
     step(weight, optimizer)
     assert staging.settle()
