@@ -159,6 +159,17 @@ class LiveObjects:
             return None
         return [live.spec for live in list_tensors(view, states, SpecCache(check=False))]
 
+    def only_steps_change_weights(self) -> bool:
+        """Return whether nothing but the optimizers' steps changes what they own.
+
+        False where a module renormalises its own weights in forward (``max_norm``).
+        """
+        return all(
+            getattr(module, "max_norm", None) is None
+            for model in self._models.values()
+            for module in model.modules()
+        )
+
     def stateless(self) -> list[str]:
         """Return the parameters that have no optimizer state now, in canonical order."""
         view = self._view()

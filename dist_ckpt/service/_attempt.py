@@ -109,8 +109,7 @@ def _start(
             next_step="Give the run directory itself, or another name for a new run.",
             path=str(run_dir),
         )
-    for directory in (run_dir, store.directory):
-        storage.make_dir(directory, exist_ok=True, parents=True)
+    store.create()
     name = run_name(run_dir)
     holder: dict[str, Any] = {
         "pid": os.getpid(),

@@ -7,14 +7,14 @@ import json
 from dist_ckpt import storage
 from dist_ckpt.errors import DistCkptError
 from dist_ckpt.export import export_bin
-from dist_ckpt.generations import plan_retention
+from dist_ckpt.generations import plan_bins, plan_retention
 from dist_ckpt.resume_point import shard_name, state_name
 from dist_ckpt.service._job import Saves
 
 __all__ = ["finish_generation", "tidy"]
 
 
-def finish_generation(saves: Saves, step: int, id_: str, *, answered_signal: bool) -> bool:
+def finish_generation(saves: Saves, step: int, id_: str) -> bool:
     """Read a committed generation back, export it, retire old ones; return whether it is verified.
 
     Every rank reads the files of the next rank (its own when alone) past the page cache. A
@@ -28,6 +28,8 @@ def finish_generation(saves: Saves, step: int, id_: str, *, answered_signal: boo
         others = range((comm.rank + 1) % comm.world_size, point.world_size, comm.world_size)
         names = [name(other) for other in others for name in (shard_name, state_name)]
         store.verify(point, names=names)
+        if comm.rank == 0:
+            store.index(point)
     except (DistCkptError, OSError) as caught:
         error = str(caught)
 
@@ -49,13 +51,13 @@ def finish_generation(saves: Saves, step: int, id_: str, *, answered_signal: boo
     report = json.dumps(error).encode()
     verified: bool = json.loads(comm.exchange(f"verify {id_}", report, conclude))
     if verified and comm.rank == 0:
-        tidy(saves, step, answered_signal=answered_signal)
+        tidy(saves, step)
     return verified
 
 
-def tidy(saves: Saves, step: int, *, answered_signal: bool) -> None:
+def tidy(saves: Saves, step: int) -> None:
     """Rank 0: export, and retire what retention lets go. Faults are said, not raised."""
-    if saves.export == "always" or (saves.export == "signal" and answered_signal):
+    if saves.export != "never":
         _export(saves, step)
     try:
         _retire(saves)
@@ -69,6 +71,8 @@ def _export(saves: Saves, step: int) -> None:
     try:
         point = store.manifest(step)
         if point.canonical.refused is not None:
+            return
+        if saves.export == "signal" and not any(r.startswith("SIG") for r in point.reasons):
             return
         how = export_bin(store, point, copy=saves.export_copy)
         if how != "there":
@@ -86,9 +90,7 @@ def _retire(saves: Saves) -> None:
         if step not in kept:
             store.retire(step)
             saves.journal("retired", step=step)
-    if saves.retention.keep_bins is not None:
-        keep = sorted(kept)[max(0, len(kept) - saves.retention.keep_bins) :]
-        for step in sorted(kept):
-            if step not in keep and storage.exists(store.bin_path(step)):
-                store.drop_bin(step)
-                saves.journal("bin_retired", step=step)
+    for step in plan_bins(kept, retention=saves.retention):
+        if storage.exists(store.bin_path(step)):
+            store.drop_bin(step)
+            saves.journal("bin_retired", step=step)

@@ -9,6 +9,7 @@ those.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -129,7 +130,8 @@ def run_job(saves: Saves, job: Job) -> Outcome:
         _raise_errors(job, decided["errors"])
     except BaseException:
         if comm.rank == 0 and temporary is not None:
-            saves.store.abort(temporary)
+            with contextlib.suppress(DistCkptError, OSError):  # the first error is the one to tell
+                saves.store.abort(temporary)
         raise
     return Outcome(finish=decided["finish"], content=decided["content"])
 

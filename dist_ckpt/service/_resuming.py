@@ -12,6 +12,7 @@ from dist_ckpt import identity
 from dist_ckpt.capture import Captured
 from dist_ckpt.comm import Comm
 from dist_ckpt.errors import NotFoundError, UsageError
+from dist_ckpt.history import read_journal
 from dist_ckpt.resume import Resumed, restore_newest
 from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.service._attempt import Attempt
@@ -63,6 +64,7 @@ def start_run(
         )
 
     comm.together("settings", lambda: _check_settings(attempt, comm, settings, rewind_to))
+    comm.together("an unfinished rewind", lambda: _finish_rewind(attempt, comm, voice))
     resumed = restore_newest(
         attempt.store,
         comm,
@@ -179,8 +181,22 @@ def _report(
     return not admitted and resumed.point.world_size == comm.world_size
 
 
+def _finish_rewind(attempt: Attempt, comm: Comm, voice: Voice) -> None:
+    """Rank 0: end a rewind that a crash cut off, or later points would be resumed from."""
+    if comm.rank != 0:
+        return
+    marks = [
+        event
+        for event in read_journal(attempt.store.run_dir)
+        if event["event"] in {"rewind_started", "rewound"}
+    ]
+    if marks and marks[-1]["event"] == "rewind_started":
+        _rewind(attempt, int(marks[-1]["step"]), voice)
+
+
 def _rewind(attempt: Attempt, step: int, voice: Voice) -> None:
     """Set later generations aside and make the history end at ``step``."""
+    attempt.journal("rewind_started", step=step)
     later = [other for other in attempt.store.steps() if other > step]
     for other in later:
         attempt.store.set_aside(other, f"rewind_to_{step:06d}")

@@ -83,14 +83,19 @@ class Saver:
     def wait_committed(self) -> int | None:
         """Return the step of the newest generation, once no save is on its way to its commit.
 
-        None where this attempt neither committed one nor resumed from one.
+        As rank 0 knows it: another rank may not have learned the outcome. None where this attempt
+        neither committed one nor resumed from one. Collective.
 
         Raises:
             JobError: It took longer than two time limits; the disk or a rank is stuck.
         """
         self._staging.finish()
         self._worker.wait_committed()
-        return self._committed_step
+        mine = -1
+        if self._saves.comm.rank == 0 and self._committed_step is not None:
+            mine = self._committed_step
+        step = self._saves.comm.agree([mine])[0]
+        return None if step < 0 else step
 
     def save(
         self,
@@ -161,11 +166,11 @@ class Saver:
             ticket.committed.set()
             for other in unverified:
                 save_id = f"{self._subject.nonce} {other}"
-                whole = finish_generation(self._saves, other, save_id, answered_signal=True)
-                if other == step and not whole:
+                if not finish_generation(self._saves, other, save_id) and other == step:
                     self._committed_step = None  # set aside: this step has to be saved again
+                    raise _not_whole(step)
             if self._saves.comm.rank == 0 and step not in unverified:
-                tidy(self._saves, step, answered_signal=True)
+                tidy(self._saves, step)
 
         self._worker.submit(work)
 
@@ -215,17 +220,18 @@ class Saver:
         self._parent = {"step": job.step, "id": job.id, "content": outcome.content}
         self.take_failure()  # an earlier save's: this one stands in its place
         ticket.committed.set()
-        if outcome.finish:
-            signals = any(reason.startswith("SIG") for reason in job.reasons)
-            if not finish_generation(self._saves, job.step, job.id, answered_signal=signals):
-                self._committed_step, self._parent = before
-                raise SaveFailedError(
-                    f"Step {job.step} was saved, but didn't read back whole.",
-                    next_step="It was set aside in archive/; look at the disk. Earlier generations "
-                    "are untouched.",
-                    step=job.step,
-                )
+        if outcome.finish and not finish_generation(self._saves, job.step, job.id):
+            self._committed_step, self._parent = before
+            raise _not_whole(job.step)
 
     def _report(self, error: DistCkptError) -> None:
         self._saves.journal("save_failed", step=error.values.get("step"), error=str(error))
         self._saves.warn(str(error))
+
+
+def _not_whole(step: int) -> SaveFailedError:
+    return SaveFailedError(
+        f"Step {step} was saved, but didn't read back whole.",
+        next_step="It is in archive/ now; look at the disk. Earlier generations are untouched.",
+        step=step,
+    )

@@ -118,7 +118,8 @@ def _build_saver(
         warn=voice.warn,
     )
     overlap = None
-    if any(p.is_cuda for p in trainer.captured.parameters().values()):
+    on_device = any(p.is_cuda for p in trainer.captured.parameters().values())
+    if on_device and trainer.captured.only_steps_change_weights():
         overlap = Overlap(trainer.optimizers, CudaStreams())
     subject = Subject(attempt.name, attempt.number, attempt.nonce, start.identity)
     saver = Saver(saves, Staging(overlap, warn=voice.warn), trainer.captured, subject, start.parent)

@@ -104,8 +104,7 @@ class Staging:
             arena = Arena(need)
             arena.populate()
             self._arena, self._bytes = arena, torch.from_numpy(arena.array)
-            if self._overlap is not None:
-                self._overlap.pin(arena)
+            self._pin(arena)
         else:
             # Gaps and zeros of the new plan may lie where the old one had values.
             self._arena.array.fill(0)
@@ -113,6 +112,17 @@ class Staging:
         base = _pages(plan.shard_bytes)
         self._targets = [(owned, self._view(owned, 0)) for owned in plan.shard]
         self._targets += [(owned, self._view(owned, base)) for owned in plan.state]
+
+    def _pin(self, arena: Arena) -> None:
+        """Have copies from the device overlap, or give that up and say so."""
+        if self._overlap is None:
+            return
+        try:
+            self._overlap.pin(arena)
+        except StorageError as error:
+            self._warn(f"saves copy at the boundary, without overlap: {error}")
+            self._overlap.close()
+            self._overlap = None
 
     def _view(self, owned: Owned | OwnTensor, base: int) -> torch.Tensor:
         if self._bytes is None:
@@ -209,7 +219,9 @@ def _is_plain(source: torch.Tensor, target: torch.Tensor) -> bool:
         and source.dtype == target.dtype
         and source.nbytes == target.nbytes
         and source.is_contiguous()
-        and not source.is_complex()  # may be conjugated, which only a real copy resolves
+        # Conjugated or negated lazily: only a real copy resolves that.
+        and not source.is_complex()
+        and not source.is_neg()
     )
 
 

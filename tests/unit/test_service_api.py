@@ -25,7 +25,7 @@ from dist_ckpt.errors import (
     UsageError,
 )
 from dist_ckpt.generations import GenerationStore
-from dist_ckpt.history import read_history, read_journal, read_loss, read_samples
+from dist_ckpt.history import History, read_history, read_journal, read_loss, read_samples
 from helpers.trainers import Job
 from helpers.training import Options
 
@@ -269,6 +269,19 @@ def test_going_back_sets_later_points_aside_and_goes_on_from_there(run: Path) ->
     (rewound,) = _events(run, "rewound")
     assert rewound["set_aside"] == [8, 12]
     assert [step for step, _ in read_loss(run)] == list(range(1, 10))
+
+
+def test_going_back_that_was_cut_off_is_ended_by_the_next_start(run: Path) -> None:
+    Net().train(run, 12, keep_last=None)
+    with History(run, run.name, 2) as history:  # all that a kill right after the mark leaves
+        history.journal.append("rewind_started", step=4)
+    ckpt = Net().train(run, 6, keep_last=None)
+    assert ckpt.resumed is not None
+    assert ckpt.resumed.step == 4
+    assert _steps(run) == [4, 6]
+    (rewound,) = _events(run, "rewound")
+    assert rewound["set_aside"] == [8, 12]
+    assert [step for step, _ in read_loss(run)] == list(range(1, 7))
 
 
 def test_a_restart_by_torchrun_of_the_same_launch_does_not_go_back_again(
