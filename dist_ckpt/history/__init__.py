@@ -16,7 +16,7 @@ from dist_ckpt.history._loss_format import (
     canonical,
     parse_loss,
 )
-from dist_ckpt.history._metrics import Metrics, parse_metrics
+from dist_ckpt.history._metrics import Metrics, check_metric_names, parse_metrics
 from dist_ckpt.history._paths import history_path, run_name
 from dist_ckpt.history._readers import (
     RunHistory,
@@ -45,6 +45,7 @@ __all__ = [
     "Samples",
     "canonical",
     "canonical_samples",
+    "check_metric_names",
     "history_path",
     "parse_journal",
     "parse_loss",

@@ -20,9 +20,20 @@ from dist_ckpt.history._loss_format import loss_kind
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["Metrics", "encode_metrics", "parse_metrics"]
+__all__ = ["Metrics", "check_metric_names", "encode_metrics", "parse_metrics"]
 
 _OWN_KEYS: Final = frozenset({"step", "nonfinite", "cut"})
+
+
+def check_metric_names(metrics: Mapping[str, Any]) -> None:
+    """Return if each name is free.
+
+    Raises:
+        UsageError: A metric is called ``step``, ``nonfinite`` or ``cut``.
+    """
+    if taken := sorted(_OWN_KEYS & metrics.keys()):
+        message = f"A metric can't be called {taken[0]!r}: each line of the file has its own."
+        raise UsageError(message, next_step="Give it another name.", found=taken)
 
 
 def encode_metrics(step: int, metrics: Mapping[str, Any]) -> bytes:
@@ -31,9 +42,7 @@ def encode_metrics(step: int, metrics: Mapping[str, Any]) -> bytes:
     Raises:
         UsageError: A metric is called ``step``, ``nonfinite`` or ``cut``.
     """
-    if taken := sorted(_OWN_KEYS & metrics.keys()):
-        message = f"A metric can't be called {taken[0]!r}: each line of the file has its own."
-        raise UsageError(message, next_step="Give it another name.", found=taken)
+    check_metric_names(metrics)
     values: dict[str, Any] = {}
     nonfinite: dict[str, str] = {}
     for name, value in metrics.items():

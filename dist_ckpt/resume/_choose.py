@@ -20,25 +20,18 @@ from dist_ckpt import storage
 from dist_ckpt.capture import Captured
 from dist_ckpt.comm import Comm
 from dist_ckpt.errors import (
-    CorruptFileError,
     DistCkptError,
-    ForeignFileError,
-    FormatVersionError,
     NotFoundError,
     NoUsableGenerationError,
     RankFailedError,
 )
-from dist_ckpt.generations import GenerationStore
+from dist_ckpt.generations import GenerationStore, is_bad_bytes
 from dist_ckpt.resume._derive import derive_rng
 from dist_ckpt.resume._read import Reader
 from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.staging import StateTail
 
 __all__ = ["Resumed", "Skipped", "restore_newest"]
-
-#: Errors that speak against a generation rather than against the program; a format of a later
-#: version speaks for another program, and older generations would lose what it has done.
-_UNUSABLE = (CorruptFileError, NotFoundError, ForeignFileError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +95,13 @@ def restore_newest(
     """
     steps: list[int] = json.loads(comm.broadcast(_own_steps(store, comm)))
     if only is not None:
-        steps = [step for step in steps if step == only]
+        if only not in steps:
+            raise NotFoundError(
+                f"There is no generation of step {only}.",
+                next_step=f"There are: {', '.join(map(str, steps)) or 'none'}.",
+                step=only,
+            )
+        steps = [only]
     skipped: list[Skipped] = []
     for step in reversed(steps):
         attempt = _Restore(store, comm, captured, step, accept=accept, omit=omit)
@@ -182,7 +181,10 @@ class _Restore:
         self._together("data and extra", lambda: self._load_rank(tail, own))
         rng = self._together("random state", lambda: self._rng(reader, point, tail, generators))
         return Resumed(
-            step=point.step, point=point, notes=tuple(self._notes(point)), restore_rng=rng
+            step=point.step,
+            point=point,
+            notes=(*self._notes(point), *self._captured.notes),
+            restore_rng=rng,
         )
 
     def _open(self) -> ResumePoint:
@@ -272,8 +274,7 @@ class _Restore:
 
 
 def _verdict(error: Exception) -> str:
-    is_later = isinstance(error, FormatVersionError)
-    return "unusable" if isinstance(error, _UNUSABLE) and not is_later else "fatal"
+    return "unusable" if is_bad_bytes(error) else "fatal"
 
 
 def _report_of(error: Exception) -> list[str]:

@@ -52,7 +52,7 @@ class Attempt:
         """Add an event to the journal; a disk that refuses it doesn't end training. Any thread."""
         try:
             self.history.journal.append(event, step=step, **fields)
-        except StorageError as error:
+        except (DistCkptError, OSError, ValueError) as error:
             self.warn(f"the journal could not take {event!r}: {error}")
 
     def check_lock(self) -> None:

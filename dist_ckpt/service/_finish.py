@@ -3,60 +3,92 @@
 from __future__ import annotations
 
 import json
+from typing import Any, Literal
 
 from dist_ckpt import storage
 from dist_ckpt.errors import DistCkptError
 from dist_ckpt.export import export_bin
-from dist_ckpt.generations import plan_bins, plan_retention
+from dist_ckpt.generations import is_bad_bytes, plan_bins, plan_retention
 from dist_ckpt.resume_point import shard_name, state_name
 from dist_ckpt.service._job import Saves
 
-__all__ = ["finish_generation", "tidy"]
+__all__ = ["Finished", "catch_up", "finish_generation", "tidy"]
 
 
-def finish_generation(saves: Saves, step: int, id_: str) -> bool:
-    """Read a committed generation back, export it, retire old ones; return whether it is verified.
+#: What became of a generation that was to be read back.
+Finished = Literal["verified", "faulty", "left"]
+
+
+class _GaveWayError(Exception):
+    """A stop is short of time."""
+
+
+def finish_generation(saves: Saves, step: int, id_: str) -> Finished:
+    """Read a committed generation back, export it, retire old ones; return what became of it.
 
     Every rank reads the files of the next rank (its own when alone) past the page cache. A
-    generation that doesn't read back whole is set aside and the run goes on with the one before.
+    generation whose bytes aren't right is set aside, and the run goes on with the one before. One
+    that couldn't be read for another reason, or for lack of time, is left as it is: committed, and
+    read back by the next start.
     """
-    comm, store = saves.comm, saves.store
-    error = None
+    comm = saves.comm
+    verdict: list[Any] = ["verified", ""]
     try:
-        point = store.manifest(step)
-        # Of a generation of more ranks than there are now, each reads several ranks' files.
-        others = range((comm.rank + 1) % comm.world_size, point.world_size, comm.world_size)
-        names = [name(other) for other in others for name in (shard_name, state_name)]
-        store.verify(point, names=names)
-        if comm.rank == 0:
-            store.index(point)
-    except (DistCkptError, OSError) as caught:
-        error = str(caught)
+        _read_back(saves, step)
+    except _GaveWayError:
+        verdict = ["left", "a stop left no time for it"]
+    except Exception as error:  # noqa: BLE001 - told to every rank
+        verdict = ["faulty" if is_bad_bytes(error) else "left", str(error) or repr(error)]
 
     def conclude(reports: list[bytes]) -> bytes:
-        errors = {
-            str(rank): text
-            for rank, text in enumerate(json.loads(report) for report in reports)
-            if text is not None
-        }
-        if errors:
-            where = store.set_aside(step, f"faulty_{step:06d}")
-            saves.journal("faulty", step=step, errors=errors, moved_to=str(where.parent.name))
-            saves.warn(f"step {step} didn't read back whole and was set aside: {errors}")
-        else:
-            store.mark_verified(step, "read back")
-            saves.journal("verified", step=step)
-        return json.dumps(not errors).encode()
+        return json.dumps(_conclude(saves, step, [json.loads(data) for data in reports])).encode()
 
-    report = json.dumps(error).encode()
-    verified: bool = json.loads(comm.exchange(f"verify {id_}", report, conclude))
-    if verified and comm.rank == 0:
+    report = json.dumps(verdict).encode()
+    finished: Finished = json.loads(comm.exchange(f"verify {id_}", report, conclude))
+    if finished == "verified" and comm.rank == 0:
         tidy(saves, step)
-    return verified
+    return finished
+
+
+def _read_back(saves: Saves, step: int) -> None:
+    def progress(_num_bytes: int) -> None:
+        if saves.hurry.is_set():
+            raise _GaveWayError
+
+    progress(0)
+    comm, store = saves.comm, saves.store
+    point = store.manifest(step)
+    # Of a generation of more ranks than there are now, each reads several ranks' files.
+    others = range((comm.rank + 1) % comm.world_size, point.world_size, comm.world_size)
+    names = [name(other) for other in others for name in (shard_name, state_name)]
+    store.verify(point, names=names, progress=progress)
+    if comm.rank == 0:
+        store.index(point)
+
+
+def _conclude(saves: Saves, step: int, verdicts: list[list[str]]) -> Finished:
+    """Rank 0: mark the generation, set it aside, or leave it."""
+    store = saves.store
+    told = {str(rank): text for rank, (_, text) in enumerate(verdicts) if text}
+    kinds = {kind for kind, _ in verdicts}
+    if "faulty" in kinds:
+        where = store.set_aside(step, f"faulty_{step:06d}")
+        saves.journal("faulty", step=step, errors=told, moved_to=where.parent.name)
+        saves.warn(f"step {step} didn't read back whole and was set aside: {told}")
+        return "faulty"
+    if "left" in kinds:
+        saves.journal("verify_left", step=step, reasons=told)
+        saves.warn(f"step {step} is committed; the next start reads it back: {told}")
+        return "left"
+    store.mark_verified(step, "read back")
+    saves.journal("verified", step=step)
+    return "verified"
 
 
 def tidy(saves: Saves, step: int) -> None:
     """Rank 0: export, and retire what retention lets go. Faults are said, not raised."""
+    if saves.hurry.is_set():
+        return  # the next start makes up for it
     if saves.export != "never":
         _export(saves, step)
     try:
@@ -64,6 +96,18 @@ def tidy(saves: Saves, step: int) -> None:
     except (DistCkptError, OSError) as error:
         saves.journal("retire_failed", step=step, error=str(error))
         saves.warn(f"old generations could not be retired: {error}")
+
+
+def catch_up(saves: Saves) -> None:
+    """Rank 0, at a start: export every verified generation that lacks its .bin, then tidy."""
+    store = saves.store
+    steps = [step for step in store.steps() if store.verified_at(step) is not None]
+    gone = plan_bins(steps, retention=saves.retention)
+    for step in steps:
+        if saves.export != "never" and step not in gone and not saves.hurry.is_set():
+            _export(saves, step)
+    if steps:
+        tidy(saves, steps[-1])
 
 
 def _export(saves: Saves, step: int) -> None:

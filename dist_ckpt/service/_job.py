@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,8 @@ class Saves:
     timeout_secs: float
     say: Callable[[str], None]
     warn: Callable[[str], None]
+    #: Set while a stop is short of time: reading back, export and retirement give way.
+    hurry: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(frozen=True)
@@ -141,8 +144,8 @@ def _first_report(saves: Saves, job: Job) -> bytes:
     if job.staged is not None and fault is None:
         try:
             job.staged.wait(saves.timeout_secs)
-        except DistCkptError as error:
-            fault = str(error)
+        except Exception as error:  # noqa: BLE001 - told to every rank
+            fault = _told(error)
     num_bytes = job.staged.num_bytes if job.staged else 0
     return json.dumps({"error": fault, "num_bytes": num_bytes}).encode()
 
@@ -162,9 +165,13 @@ def _prepare(saves: Saves, job: Job, reports: list[bytes]) -> bytes:
             saves.check_lock()
             storage.check_space(saves.store.run_dir, need, saves.reserve_bytes)
             directory = saves.store.prepare(job.step, job.id[:8]).name
-        except (DistCkptError, OSError) as error:
-            errors["0"] = str(error)
+        except Exception as error:  # noqa: BLE001 - told to every rank
+            errors["0"] = _told(error)
     return json.dumps({"errors": errors, "directory": directory}).encode()
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, DistCkptError) else f"{type(error).__name__}: {error}"
 
 
 def _write(saves: Saves, job: Job, directory: Path) -> bytes:
@@ -174,8 +181,8 @@ def _write(saves: Saves, job: Job, directory: Path) -> bytes:
     try:
         written = job.staged.write(directory, saves.comm.rank)
         storage.sync_dir(directory)
-    except (DistCkptError, OSError) as error:
-        return json.dumps({"error": str(error), "files": {}}).encode()
+    except Exception as error:  # noqa: BLE001 - told to every rank
+        return json.dumps({"error": _told(error), "files": {}}).encode()
     files = {name: digest.to_json() for name, digest in written.files.items()}
     return json.dumps({"error": None, "files": files, "content": written.content}).encode()
 
@@ -194,14 +201,14 @@ def _commit(
     contents: str | None = None
     if not errors:
         files = {name: record for p in parsed for name, record in p["files"].items()}
-        contents = _content_of([p["content"] for p in parsed])
-        point = job.point(files, {"content": contents})
         try:
+            contents = _content_of([p["content"] for p in parsed])
+            point = job.point(files, {"content": contents})
             saves.sync_history()
             saves.check_lock()
             saves.store.commit(temporary, point, job.index)
-        except (DistCkptError, OSError) as error:
-            errors["0"] = str(error)
+        except Exception as error:  # noqa: BLE001 - told to every rank
+            errors["0"] = _told(error)
         else:
             took = time.monotonic() - started
             finish = _leaves_time(job, took)

@@ -10,7 +10,7 @@ import torch
 
 from dist_ckpt.comm import Comm
 from dist_ckpt.errors import StorageError, UsageError
-from dist_ckpt.history import History, NullHistory
+from dist_ckpt.history import History, NullHistory, check_metric_names
 
 __all__ = ["Losses"]
 
@@ -63,7 +63,12 @@ class Losses:
         self._was_refused = False
 
     def record(self, step: int, loss: Any, metrics: Mapping[str, Any]) -> None:
-        """Keep detached copies; a later call in the same body adds to them."""
+        """Keep detached copies; a later call in the same body adds to them.
+
+        Raises:
+            UsageError: Not a number, or a metric has a name that each line needs for itself.
+        """
+        check_metric_names(metrics)
         entry = self._entry(step)
         if loss is not None:
             entry.loss = _keep("loss", loss)
@@ -73,10 +78,26 @@ class Losses:
         """Keep an audit sample of this step."""
         self._entry(step).samples.append((text, None if loss is None else _keep("loss", loss)))
 
+    def agree(self, step: int) -> None:
+        """Have the mean of this step's loss where the mean is logged; at its boundary. Collective.
+
+        The same two sums on every rank whether it recorded or not: ranks that didn't don't count.
+        """
+        if not self._mean:
+            return
+        recorded = bool(self._pending) and self._pending[-1].step == step
+        loss = self._pending[-1].loss if recorded else None
+        total = self._comm.mean(0.0 if loss is None else float(loss))
+        share = self._comm.mean(0.0 if loss is None else 1.0)
+        if share:
+            self._entry(step).loss = total / share
+
+    def drop_after(self, step: int) -> None:
+        """Forget entries of a body that was left: its update may not have been made."""
+        self._pending = [entry for entry in self._pending if entry.step <= step]
+
     def flush(self, *, before: int | None = None) -> None:
         """Write what is there: all of it, or only what doesn't make the device wait.
-
-        Collective where the mean is logged.
 
         Args:
             before: Entries from this step on stay if they lie on a device; None writes everything.
@@ -105,8 +126,6 @@ class Losses:
 
     def _line(self, entry: _Entry) -> _Line:
         loss = None if entry.loss is None else float(entry.loss)
-        if self._mean and loss is not None:
-            loss = self._comm.mean(loss)
         samples = [(text, loss if own is None else float(own)) for text, own in entry.samples]
         metrics = {name: _plain(value) for name, value in entry.metrics.items()}
         return _Line(entry.step, loss, metrics, samples)

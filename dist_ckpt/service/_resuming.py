@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dist_ckpt import identity
+from dist_ckpt import identity, storage
 from dist_ckpt.capture import Captured
 from dist_ckpt.comm import Comm
-from dist_ckpt.errors import NotFoundError, UsageError
+from dist_ckpt.errors import NotFoundError, NoUsableGenerationError, UsageError
 from dist_ckpt.history import read_journal
 from dist_ckpt.resume import Resumed, restore_newest
 from dist_ckpt.resume_point import ResumePoint
@@ -63,8 +63,8 @@ def start_run(
             point.identity, found.facts, accept=settings.accepted, strict=settings.strict
         )
 
-    comm.together("settings", lambda: _check_settings(attempt, comm, settings, rewind_to))
     comm.together("an unfinished rewind", lambda: _finish_rewind(attempt, comm, voice))
+    comm.together("settings", lambda: _check_settings(attempt, comm, settings, rewind_to))
     resumed = restore_newest(
         attempt.store,
         comm,
@@ -79,14 +79,22 @@ def start_run(
     if resumed is not None:
         facts = identity.carry_on(resumed.point.identity, facts)
     facts = json.loads(comm.broadcast(json.dumps(facts).encode() if comm.rank == 0 else None))
-    unverified: list[int] = []
-    if comm.rank == 0:
+
+    def settle() -> list[int]:
+        """Rank 0: leave the run directory as this attempt goes on from it."""
+        if comm.rank != 0:
+            return []
         comparable = _report(attempt, resumed, admitted, comm, voice)
+        words = {"accept": sorted(settings.accepted), "omit": sorted(settings.omitted)}
+        if resumed is not None and any(words.values()):
+            attempt.journal("restored_with", step=resumed.step, **words)
         if rewind_to is not None:
             _rewind(attempt, rewind_to, voice)
         attempt.history.begin(resumed.step if resumed else None, comparable=comparable)
         store = attempt.store
-        unverified = [step for step in store.steps() if store.verified_at(step) is None]
+        return [step for step in store.steps() if store.verified_at(step) is None]
+
+    unverified = comm.together("setting aside and journalling", settle)
     told = comm.broadcast(json.dumps(unverified).encode() if comm.rank == 0 else None)
     return Start(resumed, facts, _parent(resumed), tuple(json.loads(told)))
 
@@ -95,8 +103,11 @@ def _rewind_to(settings: Settings) -> int | None:
     if not isinstance(settings.resume, int):
         return None
     # A restart of the same launch has gone back already; going back again would lose its work.
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return None if restarts not in ("", "0") else settings.resume
+    return None if _is_restart() else settings.resume
+
+
+def _is_restart() -> bool:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in {"", "0"}
 
 
 @dataclass(frozen=True)
@@ -124,11 +135,21 @@ def _check_settings(
     if comm.rank != 0:
         return
     steps = attempt.store.steps()
-    if settings.resume == "never" and steps:
+    if settings.resume == "never" and steps and not _is_restart():
         raise UsageError(
             f"resume='never', but {attempt.store.run_dir} has generations up to step {steps[-1]}.",
             next_step="Use another run directory, or resume='auto'.",
             path=str(attempt.store.run_dir),
+        )
+    aside = [name for name in _archived(attempt) if name.startswith("faulty_")]
+    if not steps and aside and "fresh_start" not in settings.accepted:
+        raise NoUsableGenerationError(
+            f"{attempt.store.run_dir} has no generation; what it had was set aside: "
+            f"{', '.join(aside)} in archive/.",
+            next_step="Move a good one back into checkpoints/, start in another directory, or "
+            "begin at step 0 on purpose with accept=('fresh_start',).",
+            path=str(attempt.store.run_dir),
+            skipped={},
         )
     if rewind_to is not None and rewind_to not in steps:
         raise NotFoundError(
@@ -136,6 +157,11 @@ def _check_settings(
             next_step=f"There are: {', '.join(map(str, steps)) or 'none'}.",
             step=rewind_to,
         )
+
+
+def _archived(attempt: Attempt) -> list[str]:
+    archive = attempt.store.archive
+    return sorted(storage.list_names(archive)) if storage.exists(archive) else []
 
 
 def _report(
@@ -196,7 +222,8 @@ def _finish_rewind(attempt: Attempt, comm: Comm, voice: Voice) -> None:
 
 def _rewind(attempt: Attempt, step: int, voice: Voice) -> None:
     """Set later generations aside and make the history end at ``step``."""
-    attempt.journal("rewind_started", step=step)
+    # Not by `attempt.journal`, which lets a full disk pass: without this mark nothing may move.
+    attempt.history.journal.append("rewind_started", step=step)
     later = [other for other in attempt.store.steps() if other > step]
     for other in later:
         attempt.store.set_aside(other, f"rewind_to_{step:06d}")

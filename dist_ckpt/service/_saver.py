@@ -16,7 +16,7 @@ from typing import Any
 from dist_ckpt.capture import Captured
 from dist_ckpt.errors import DistCkptError, SaveFailedError
 from dist_ckpt.resume_point import ResumePoint
-from dist_ckpt.service._finish import finish_generation, tidy
+from dist_ckpt.service._finish import catch_up, finish_generation
 from dist_ckpt.service._job import Job, Saves, run_job
 from dist_ckpt.service._plans import Plan, Planner
 from dist_ckpt.service._worker import Ticket, Worker
@@ -66,7 +66,6 @@ class Saver:
         self._planner = Planner(captured, saves.comm)
         self._worker = Worker(self._report, limit_secs=2 * saves.timeout_secs)
         self.take_failure = self._worker.take_failure
-        self.wait_done = self._worker.wait_done
 
     # Training thread
 
@@ -97,6 +96,21 @@ class Saver:
         step = self._saves.comm.agree([mine])[0]
         return None if step < 0 else step
 
+    def wait_done(self, deadline: float | None = None) -> None:
+        """Return once the background thread has nothing left to do.
+
+        Args:
+            deadline: time.monotonic() from which on reading back and export are left for the next
+                start; a commit never is.
+
+        Raises:
+            JobError: It took longer than two time limits.
+        """
+        self._staging.finish()
+        if deadline is not None and not self._worker.is_done_by(deadline):
+            self._saves.hurry.set()
+        self._worker.wait_done()
+
     def save(
         self,
         step: int,
@@ -112,6 +126,8 @@ class Saver:
         Raises:
             JobError: The save before is stuck.
         """
+        if deadline is not None:
+            self._saves.hurry.set()  # what the save before still has to be done gives way
         self._worker.wait_committed()
         started = time.monotonic()
         self._counter += 1
@@ -166,11 +182,11 @@ class Saver:
             ticket.committed.set()
             for other in unverified:
                 save_id = f"{self._subject.nonce} {other}"
-                if not finish_generation(self._saves, other, save_id) and other == step:
+                if finish_generation(self._saves, other, save_id) == "faulty" and other == step:
                     self._committed_step = None  # set aside: this step has to be saved again
                     raise _not_whole(step)
-            if self._saves.comm.rank == 0 and step not in unverified:
-                tidy(self._saves, step)
+            if self._saves.comm.rank == 0:
+                catch_up(self._saves)
 
         self._worker.submit(work)
 
@@ -214,13 +230,16 @@ class Saver:
     # Background thread
 
     def _run(self, job: Job, ticket: Ticket) -> None:
+        self._saves.hurry.clear()
         before = (self._committed_step, self._parent)
         outcome = run_job(self._saves, job)
         self._committed_step = job.step
         self._parent = {"step": job.step, "id": job.id, "content": outcome.content}
         self.take_failure()  # an earlier save's: this one stands in its place
         ticket.committed.set()
-        if outcome.finish and not finish_generation(self._saves, job.step, job.id):
+        if not outcome.finish:
+            return
+        if finish_generation(self._saves, job.step, job.id) == "faulty":
             self._committed_step, self._parent = before
             raise _not_whole(job.step)
 

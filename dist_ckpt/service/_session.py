@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,7 @@ def open_session(trainer: Trainer) -> Session:
 def _open(trainer: Trainer, comm: Comm, watch: SignalWatch) -> Session:
     attempt = open_attempt(trainer.run_dir, comm)
     voice = Voice(attempt.name, comm.rank)
+    attempt.warn = voice.warn
     try:
         start = start_run(
             attempt,
@@ -191,11 +192,17 @@ class Session:
             usr1_waits=self._settings.sigusr1 == "boundary",
             is_start=is_start,
         )
+        if not is_start:
+            self.losses.agree(self.step)
         self.losses.flush(before=None if decision.reasons else self.step)
+        deadline = None
+        if decision.stops and agreed.stop_signal:
+            left = self._settings.deadline_secs - agreed.stop_age_ms / 1000
+            deadline = time.monotonic() + left
         if decision.reasons:
-            self._checkpoint(decision, agreed)
+            self._checkpoint(decision, agreed, deadline)
         if decision.stops:
-            self._finish(agreed)
+            self._finish(agreed, deadline)
         return decision.stops
 
     def _agree(self, phase: str, *, redo: bool = False) -> Wishes:
@@ -214,17 +221,13 @@ class Session:
         )
         return Wishes.decode(self._comm.agree(mine.encode(), phase=phase))
 
-    def _checkpoint(self, decision: Decision, agreed: Wishes) -> None:
+    def _checkpoint(self, decision: Decision, agreed: Wishes, deadline: float | None) -> None:
         if decision.answers_usr1:
             self._usr1_pending = 0
         self._wants_save = False
         signals = [reason for reason in decision.reasons if reason.startswith("SIG")]
         if signals:
             self._attempt.journal("signal", step=self.step, signals=signals, count=agreed.usr1)
-        deadline = None
-        if decision.stops and agreed.stop_signal:
-            left = self._settings.deadline_secs - agreed.stop_age_ms / 1000
-            deadline = time.monotonic() + left
         if self._saver.wait_committed() == self.step:
             # Bit for bit what is there already, since nothing ran since; reasons merge.
             reasons = list(decision.reasons)
@@ -233,12 +236,12 @@ class Session:
         may_overlap = not (decision.stops or agreed.redo)
         self._saver.save(self.step, decision.reasons, deadline=deadline, may_overlap=may_overlap)
 
-    def _finish(self, agreed: Wishes) -> None:
+    def _finish(self, agreed: Wishes, deadline: float | None) -> None:
         if agreed.stop_signal:
             self.stopped = signal.Signals(agreed.stop_signal).name
         elif agreed.stop:
             self.stopped = "stop"
-        self._saver.wait_done()
+        self._saver.wait_done(deadline)
         if (failure := self._saver.take_failure()) is not None:
             raise failure
         if self.stopped:
@@ -268,8 +271,14 @@ class Session:
             raise failure
 
     def poll(self) -> bool:
-        """Return whether anything is asked for on any rank. Collective; takes nothing away."""
-        return self._agree("poll").any
+        """Return whether anything is asked for on any rank. Collective; takes nothing away.
+
+        A SIGUSR1 that waits for the cadence asks for nothing yet.
+        """
+        agreed = self._agree("poll")
+        if self._settings.sigusr1 == "boundary":
+            agreed = replace(agreed, usr1=0)
+        return agreed.any
 
     def close(self, error: BaseException | None) -> BaseException | None:
         """Wait for the save in flight, let go of everything; return what went wrong meanwhile.
@@ -277,28 +286,43 @@ class Session:
         Args:
             error: The exception that leaves the ``with``, if any.
         """
-        failure: BaseException | None = None
+        failure: BaseException | None = KeyboardInterrupt()  # what it is unless waiting ends
         # A second Ctrl-C means now: the save in flight is left as temporary files, which the next
-        # start removes.
-        if not isinstance(error, KeyboardInterrupt):
-            try:
-                self.losses.flush()
-                self._saver.close()
-                failure = self._saver.take_failure()
-            except Exception as caught:  # noqa: BLE001 - the caller raises it, unless another is on its way
-                failure = caught
-        wrong = error or failure
-        how = "failed" if wrong else "stopped" if self.stopped else "ended"
-        self._attempt.journal(
-            f"attempt_{how}",
-            step=self.step,
-            reason=self.stopped,
-            error=None if wrong is None else f"{type(wrong).__name__}: {wrong}",
-        )
+        # start removes. The first one is a KeyboardInterrupt only where nobody watches SIGINT.
+        is_second = signal.SIGINT in self._settings.signals
+        leaves_now = isinstance(error, KeyboardInterrupt) and is_second
         try:
+            failure = None if leaves_now else self._drain()
+        finally:
+            self._let_go(error or failure)
+        return failure
+
+    def _drain(self) -> BaseException | None:
+        """Write what is logged and wait for the save in flight; return what went wrong."""
+        failure: BaseException | None = None
+        try:
+            self.losses.drop_after(self.step)
+            self.losses.flush()
+        except Exception as caught:  # noqa: BLE001 - told below, after the save has come to its end
+            failure = caught
+        try:
+            self._saver.close()
+        except Exception as caught:  # noqa: BLE001 - the caller raises it
+            failure = failure or caught
+        return self._saver.take_failure() or failure
+
+    def _let_go(self, wrong: BaseException | None) -> None:
+        """Give back lock, handlers, files and groups, whatever happens on the way."""
+        how = "failed" if wrong else "stopped" if self.stopped else "ended"
+        try:
+            self._attempt.journal(
+                f"attempt_{how}",
+                step=self.step,
+                reason=self.stopped,
+                error=None if wrong is None else f"{type(wrong).__name__}: {wrong}",
+            )
             self._attempt.close()
         finally:
             announce.withdraw(self._comm.rank, stopped=self.stopped is not None and not wrong)
             self._watch.uninstall()
             self._comm.close()
-        return failure

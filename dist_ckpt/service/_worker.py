@@ -65,6 +65,15 @@ class Worker:
         if self._current is not None:
             self._wait(self._current.done)
 
+    def is_done_by(self, deadline: float) -> bool:
+        """Wait until time.monotonic() is ``deadline`` at most; return whether nothing is left."""
+        if self._current is None:
+            return True
+        while not self._current.done.wait(max(0.0, min(0.5, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                return False
+        return True
+
     def take_failure(self) -> DistCkptError | None:
         """Return why the last work failed, once."""
         with self._lock:
