@@ -23,7 +23,7 @@ from dist_ckpt.canonical import (
     parse_state,
 )
 from dist_ckpt.errors import CorruptFileError, DistCkptError, UsageError
-from dist_ckpt.generations import GenerationStore
+from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.resume_point import ResumePoint, shard_name
 from dist_ckpt.slices import Placement, dtype_size
 from dist_ckpt.snapshot_index import IndexedTensor, encode_name
@@ -110,7 +110,7 @@ def _put(target: Path, make: Callable[[Path], str]) -> str:
     return answer
 
 
-def export_bin(store: GenerationStore, point: ResumePoint, *, copy: bool = False) -> str:
+def export_bin(store: StoredGenerations, point: ResumePoint, *, copy: bool = False) -> str:
     """Have ``step_N.bin`` of a generation; return how: link, reflink, copy, assembled, there.
 
     Its sum lies beside it once this returns, as ``sha256sum -c`` reads it. A file that is there and
@@ -146,7 +146,7 @@ def export_bin(store: GenerationStore, point: ResumePoint, *, copy: bool = False
     return how
 
 
-def _is_ours(path: Path, store: GenerationStore, point: ResumePoint, *, copy: bool) -> bool:
+def _is_ours(path: Path, store: StoredGenerations, point: ResumePoint, *, copy: bool) -> bool:
     """Return whether ``path`` holds this generation's canonical file, as it is wanted."""
     canonical = point.canonical
     try:
@@ -173,7 +173,7 @@ def write_sum(path: Path, digest: str | None = None) -> str:
     return found
 
 
-def canonical_pieces(store: GenerationStore, point: ResumePoint) -> Iterator[bytes | memoryview]:
+def canonical_pieces(store: StoredGenerations, point: ResumePoint) -> Iterator[bytes | memoryview]:
     """Yield the bytes of the canonical file in order, each piece at most 32 MiB.
 
     Every piece of a shard is compared with its digest as it is read. What was yielded is only valid
@@ -206,7 +206,7 @@ def canonical_pieces(store: GenerationStore, point: ResumePoint) -> Iterator[byt
             yield from _zeros(tensor) if is_zero else _float32(files, tensor)
 
 
-def _contradiction(store: GenerationStore, point: ResumePoint, what: str) -> CorruptFileError:
+def _contradiction(store: StoredGenerations, point: ResumePoint, what: str) -> CorruptFileError:
     path = store.path(point.step)
     return CorruptFileError(
         f"{path} contradicts itself: {what}.",

@@ -10,7 +10,7 @@ from typing import Any
 from dist_ckpt import storage
 from dist_ckpt.cli._text import ago, plain, size, table
 from dist_ckpt.export import read_bin
-from dist_ckpt.generations import GenerationStore
+from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.runs import Generation
 
 __all__ = ["describe_bin", "describe_generation", "tell_bin", "tell_generation"]
@@ -39,7 +39,7 @@ def tell_bin(document: dict[str, Any]) -> str:
 
 
 def describe_generation(
-    store: GenerationStore, generation: Generation, *, with_tensors: bool
+    store: StoredGenerations, generation: Generation, *, with_tensors: bool
 ) -> dict[str, Any]:
     """Return what the manifest, and if wanted the index, of a generation say."""
     point = generation.manifest

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dist_ckpt import storage
 from dist_ckpt.errors import NotFoundError, UsageError
-from dist_ckpt.generations import GenerationStore
+from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.resume_point import RESUME_POINT_NAME
 
 __all__ = ["Address", "resolve"]
@@ -50,7 +50,7 @@ def _generation(run: Path, step: str, text: str) -> Path:
             next_step="Write RUN@100 or RUN@latest.",
             path=text,
         )
-    store = GenerationStore(run)
+    store = StoredGenerations(run)
     steps = store.steps()
     if not steps:
         raise _missing(text, run, "it holds no generation")

@@ -14,9 +14,9 @@ from dist_ckpt.canonical import CanonicalState
 from dist_ckpt.capture import Captured
 from dist_ckpt.comparison._leaves import Leaf, LiveArray, LiveTensor, RankFiles, StoredTensor, Zeros
 from dist_ckpt.errors import UsageError
-from dist_ckpt.generations import GenerationStore
+from dist_ckpt.generations import SingleGeneration, StoredGenerations
 from dist_ckpt.resume import Reader
-from dist_ckpt.resume_point import RESUME_POINT_NAME, ResumePoint, parse_resume_point, state_name
+from dist_ckpt.resume_point import ResumePoint, state_name
 from dist_ckpt.slices import Box, Placement
 from dist_ckpt.snapshot_index import IndexedTensor, encode_name
 from dist_ckpt.staging import OwnTensor
@@ -42,21 +42,10 @@ class _Reference:
         return self
 
 
-class _OneGeneration(GenerationStore):
-    """A generation wherever it lies: in a run, in archive/, or copied away."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory.parent.parent)
-        self._own = directory
-
-    def path(self, step: int) -> Path:  # noqa: ARG002 - there is one only
-        return self._own
-
-
 class GenerationView:
     """A resume point on disk; of its tensors only places are held."""
 
-    def __init__(self, store: GenerationStore, point: ResumePoint, label: str) -> None:
+    def __init__(self, store: StoredGenerations, point: ResumePoint, label: str) -> None:
         self.label = label
         self.step: int | None = point.step
         self.world_size = point.world_size
@@ -210,8 +199,9 @@ def open_generation(directory: Path, label: str) -> GenerationView:
     Raises:
         CorruptFileError: It isn't whole; the rank files' bytes are checked when they are read.
     """
-    store = _OneGeneration(directory)
-    point = parse_resume_point(store.manifest_bytes(0), path=directory / RESUME_POINT_NAME)
+    store = SingleGeneration(directory)
+    (step,) = store.steps()
+    point = store.manifest(step)
     store.check_files(point)
     return GenerationView(store, point, label)
 

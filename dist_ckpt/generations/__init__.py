@@ -2,6 +2,16 @@
 
 from dist_ckpt.generations._faults import is_bad_bytes
 from dist_ckpt.generations._retention import Retention, plan_bins, plan_retention
+from dist_ckpt.generations._single import SingleGeneration
 from dist_ckpt.generations._store import GenerationStore
+from dist_ckpt.generations._stored import StoredGenerations
 
-__all__ = ["GenerationStore", "Retention", "is_bad_bytes", "plan_bins", "plan_retention"]
+__all__ = [
+    "GenerationStore",
+    "Retention",
+    "SingleGeneration",
+    "StoredGenerations",
+    "is_bad_bytes",
+    "plan_bins",
+    "plan_retention",
+]

@@ -1,7 +1,7 @@
 """The generations of one run directory: prepare → commit or abort; verified, retired. Layer 4.
 
-Not collective: rank 0 alone, while it holds the run's lock. A generation exists only once it is
-committed; its files never change after that.
+Not collective: rank 0 writes, while it holds the run's lock; any rank may read. A generation exists
+only once it is committed; its files never change after that.
 """
 
 from __future__ import annotations

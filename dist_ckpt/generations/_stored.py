@@ -26,10 +26,10 @@ from dist_ckpt.resume_point import (
 from dist_ckpt.snapshot_index import IndexedTensor, parse_index
 from dist_ckpt.storage import FileDigest
 
-__all__ = ["StoredGenerations"]
+__all__ = ["MANIFEST_LIMIT_BYTES", "StoredGenerations"]
 
 #: Nobody's manifest is larger; a larger file isn't read into memory.
-_MANIFEST_LIMIT_BYTES = 1 << 30
+MANIFEST_LIMIT_BYTES = 1 << 30
 _WAY_OUT = "Use another generation; `dist-ckpt verify RUN` names the whole ones."
 
 
@@ -66,7 +66,7 @@ class StoredGenerations:
     def manifest_bytes(self, step: int) -> bytes:
         """Return the bytes of ``resume_point.json``, unchecked."""
         path = self.path(step) / RESUME_POINT_NAME
-        return storage.read_file(path, limit_bytes=_MANIFEST_LIMIT_BYTES)
+        return storage.read_file(path, limit_bytes=MANIFEST_LIMIT_BYTES)
 
     def manifest(self, step: int) -> ResumePoint:
         """Return the checked resume point of ``step``.
@@ -90,7 +90,7 @@ class StoredGenerations:
     def index(self, point: ResumePoint) -> dict[str, IndexedTensor]:
         """Return where every tensor of ``point`` lies; the index's digest is checked."""
         path = self.path(point.step) / INDEX_NAME
-        data = storage.read_file(path, limit_bytes=_MANIFEST_LIMIT_BYTES)
+        data = storage.read_file(path, limit_bytes=MANIFEST_LIMIT_BYTES)
         found = storage.digest_bytes(data)
         if found != point.index["digest"]:
             raise DigestMismatchError(

@@ -25,7 +25,7 @@ from dist_ckpt.errors import (
     NoUsableGenerationError,
     RankFailedError,
 )
-from dist_ckpt.generations import GenerationStore, is_bad_bytes
+from dist_ckpt.generations import StoredGenerations, is_bad_bytes
 from dist_ckpt.resume._derive import derive_rng
 from dist_ckpt.resume._read import Reader
 from dist_ckpt.resume_point import ResumePoint
@@ -65,7 +65,7 @@ class Resumed:
 
 
 def restore_newest(
-    store: GenerationStore,
+    store: StoredGenerations,
     comm: Comm,
     captured: Captured,
     *,
@@ -124,11 +124,11 @@ def restore_newest(
     return None
 
 
-def _own_steps(store: GenerationStore, comm: Comm) -> bytes | None:
+def _own_steps(store: StoredGenerations, comm: Comm) -> bytes | None:
     return json.dumps(store.steps()).encode() if comm.rank == 0 else None
 
 
-def _way_out(store: GenerationStore) -> str:
+def _way_out(store: StoredGenerations) -> str:
     bins = sorted(name for name in storage.list_names(store.run_dir) if name.endswith(".bin"))
     if bins:
         return (
@@ -149,7 +149,7 @@ class _Restore:
 
     def __init__(
         self,
-        store: GenerationStore,
+        store: StoredGenerations,
         comm: Comm,
         captured: Captured,
         step: int,

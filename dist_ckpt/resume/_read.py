@@ -11,7 +11,7 @@ import torch
 
 from dist_ckpt import storage
 from dist_ckpt.errors import CorruptFileError, MismatchError, UsageError
-from dist_ckpt.generations import GenerationStore
+from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.layout import plan_runs
 from dist_ckpt.resume_point import ResumePoint, state_name
 from dist_ckpt.slices import Box, Placement, dtype_size
@@ -47,7 +47,7 @@ class Reader:
         index: key → tensor, tied ones under each of their keys.
     """
 
-    def __init__(self, store: GenerationStore, point: ResumePoint) -> None:
+    def __init__(self, store: StoredGenerations, point: ResumePoint) -> None:
         self._point = point
         self._directory = store.path(point.step)
         self._digests = store.digests(point)

@@ -13,7 +13,7 @@ from dist_ckpt.errors import (
     DistCkptError,
     ForeignFileError,
 )
-from dist_ckpt.generations import GenerationStore
+from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.resume_point import RESUME_POINT_NAME
 from dist_ckpt.runs._check_bin import Origin, check_bin
 from dist_ckpt.runs._findings import Depth, Finding
@@ -53,14 +53,14 @@ def check_run(
     return findings
 
 
-def _origin(store: GenerationStore, step: int) -> Origin | None:
+def _origin(store: StoredGenerations, step: int) -> Origin | None:
     try:
         return store, store.manifest(step)
     except DistCkptError:
         return None  # the generation's own finding says why
 
 
-def _orphan_bins(store: GenerationStore, steps: Collection[int]) -> list[Path]:
+def _orphan_bins(store: StoredGenerations, steps: Collection[int]) -> list[Path]:
     """Return the .bin files of a run whose generation isn't there, ascending by step."""
     found = {
         parse_step_name(name): store.run_dir / name
@@ -72,7 +72,7 @@ def _orphan_bins(store: GenerationStore, steps: Collection[int]) -> list[Path]:
 
 
 def check_generation(
-    store: GenerationStore, step: int, depth: Depth, *, progress: _Progress | None = None
+    store: StoredGenerations, step: int, depth: Depth, *, progress: _Progress | None = None
 ) -> Finding:
     """Return what a check of one generation found: the faults of all files, not the first alone."""
     directory = store.path(step)
@@ -135,7 +135,7 @@ def _name_pieces(
         finding.num_digests += 1
 
 
-def planned_bytes(store: GenerationStore, steps: Collection[int], depth: Depth) -> int:
+def planned_bytes(store: StoredGenerations, steps: Collection[int], depth: Depth) -> int:
     """Return about how many bytes a check will read, for a progress bar; faults are passed over."""
     if depth.quick:
         return 0

@@ -18,7 +18,7 @@ from dist_ckpt.errors import (
     NotFoundError,
 )
 from dist_ckpt.export import canonical_pieces, read_bin
-from dist_ckpt.generations import GenerationStore
+from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.resume_point import ResumePoint, shard_name
 from dist_ckpt.runs._findings import Depth, Finding
 
@@ -28,12 +28,12 @@ _SUM_LINE: Final = re.compile(rb"([0-9a-f]{64}) [ *]([^\n\0]+)\n?")
 _SUM_LIMIT_BYTES: Final = 1 << 16
 
 #: Where the generation of a .bin lies, and its resume point.
-Origin = tuple[GenerationStore, ResumePoint]
+Origin = tuple[StoredGenerations, ResumePoint]
 
 
 def find_origin(path: Path) -> Origin | None:
     """Return the generation that a .bin in a run directory was made from, None without one."""
-    store = GenerationStore(path.parent)
+    store = StoredGenerations(path.parent)
     try:
         return store, store.manifest(read_bin(path).step)
     except DistCkptError:

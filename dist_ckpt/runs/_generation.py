@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt.errors import NotFoundError, SettingError
-from dist_ckpt.generations import GenerationStore
+from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.snapshot_index import IndexedTensor, encode_name
 
@@ -32,7 +32,7 @@ class Generation:
         store: Where it lies, for the commands of this package.
     """
 
-    def __init__(self, store: GenerationStore, step: int) -> None:
+    def __init__(self, store: StoredGenerations, step: int) -> None:
         self.step = step
         self.store = store
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from dist_ckpt import storage
 from dist_ckpt.errors import DistCkptError, NotFoundError
-from dist_ckpt.generations import GenerationStore
+from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.resume_point import VERIFIED_NAME
 
 __all__ = ["Row", "list_rows"]
@@ -45,7 +45,7 @@ class Row:
     fault: str | None = None
 
 
-def list_rows(store: GenerationStore) -> list[Row]:
+def list_rows(store: StoredGenerations) -> list[Row]:
     """Return a row for each generation, ascending by step; one retired meanwhile is left out.
 
     Manifests that were verified as they are now are read in part, others are checked whole.
@@ -64,7 +64,7 @@ def list_rows(store: GenerationStore) -> list[Row]:
     return rows
 
 
-def _row(store: GenerationStore, step: int, pinned: str | None) -> Row:
+def _row(store: StoredGenerations, step: int, pinned: str | None) -> Row:
     data = store.manifest_bytes(step)
     verified_at = _verified_at(store, step, data)
     head = None if verified_at is None else parse_head(data)
@@ -81,8 +81,8 @@ def _faulty(step: int, pinned: str | None, fault: str) -> Row:
     return Row(step, None, (), None, None, None, pinned, fault=fault)
 
 
-def _verified_at(store: GenerationStore, step: int, manifest: bytes) -> float | None:
-    # As GenerationStore.verified_at, without reading the manifest a second time.
+def _verified_at(store: StoredGenerations, step: int, manifest: bytes) -> float | None:
+    # As StoredGenerations.verified_at, without reading the manifest a second time.
     try:
         data = storage.read_file(
             store.path(step) / VERIFIED_NAME, limit_bytes=_VERIFIED_LIMIT_BYTES

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any, Final
 
 from dist_ckpt import storage
-from dist_ckpt.canonical import parse_step_name
 from dist_ckpt.errors import DistCkptError, ForeignFileError, NotFoundError
-from dist_ckpt.generations import GenerationStore
+from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.history import history_path, run_name
-from dist_ckpt.resume_point import RESUME_POINT_NAME, parse_resume_point
+from dist_ckpt.resume_point import RESUME_POINT_NAME
 
 __all__ = [
     "EXPORT_KEY",
     "LOCK_FILE",
     "RUN_FILE",
-    "SingleStore",
     "holds_format",
     "is_generation",
     "is_run",
@@ -34,40 +31,8 @@ LOCK_FILE: Final = "run.lock"
 EXPORT_KEY: Final = "dist_ckpt"
 
 _RANK_FILE: Final = re.compile(r"rank_\d{5,10}\.(shard|state)")
-_MANIFEST_LIMIT_BYTES: Final = 1 << 30
 _HEADER_LIMIT_BYTES: Final = 1 << 26
 _RUN_FILE_LIMIT_BYTES: Final = 1 << 20
-
-
-class SingleStore(GenerationStore):
-    """One generation wherever it lies: in a run, in archive/, copied elsewhere under any name.
-
-    Args:
-        directory: The generation's own directory.
-
-    Raises:
-        CorruptFileError, NotFoundError: Neither its name nor its manifest tells its step.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        # Made absolute, since "." has a parent only then.
-        home = Path(os.path.abspath(directory))
-        in_run = home.parent.name == "checkpoints"
-        super().__init__(home.parent.parent if in_run else home.parent)
-        self._only = directory
-        self._step = parse_step_name(home.name)
-        if self._step is None:
-            path = directory / RESUME_POINT_NAME
-            data = storage.read_file(path, limit_bytes=_MANIFEST_LIMIT_BYTES)
-            self._step = parse_resume_point(data, path=path).step
-
-    def steps(self) -> list[int]:
-        """Return the one step."""
-        return [] if self._step is None else [self._step]
-
-    def path(self, step: int) -> Path:  # noqa: ARG002 - there is one
-        """Return the directory."""
-        return self._only
 
 
 def holds_format(directory: Path) -> bool:
@@ -91,7 +56,7 @@ def is_run(path: Path) -> bool:
     names = storage.list_names(path)
     if RUN_FILE in names or any(name.endswith((".journal.jsonl", ".loss.json")) for name in names):
         return True
-    store = GenerationStore(path)
+    store = StoredGenerations(path)
     return any(is_generation(store.path(step)) for step in store.steps())
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from dist_ckpt.errors import DistCkptError, ForeignFileError, NotFoundError
-from dist_ckpt.generations import GenerationStore
+from dist_ckpt.generations import SingleGeneration, StoredGenerations
 from dist_ckpt.history import LossEntry, read_journal, read_loss, read_loss_raw, run_name
 from dist_ckpt.runs._generation import Generation
-from dist_ckpt.runs._places import SingleStore, holds_format, is_run, require_directory
+from dist_ckpt.runs._places import holds_format, is_run, require_directory
 
 __all__ = ["Run", "open_run"]
 
@@ -27,7 +27,7 @@ class Run:
         is_single: It is one generation that was named by its own path.
     """
 
-    def __init__(self, path: Path, store: GenerationStore, name: str, *, is_single: bool) -> None:
+    def __init__(self, path: Path, store: StoredGenerations, name: str, *, is_single: bool) -> None:
         self.path = path
         self.name = name
         self.store = store
@@ -102,7 +102,7 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     directory = Path(path)
     require_directory(directory)
     if holds_format(directory):
-        single = SingleStore(directory)
+        single = SingleGeneration(directory)
         return Run(directory, single, _name_of(single), is_single=True)
     if not is_run(directory):
         raise ForeignFileError(
@@ -110,10 +110,10 @@ def open_run(path: str | os.PathLike[str]) -> Run:
             next_step="Give the directory that Checkpointer was given, or a generation's own.",
             path=str(directory),
         )
-    return Run(directory, GenerationStore(directory), run_name(directory), is_single=False)
+    return Run(directory, StoredGenerations(directory), run_name(directory), is_single=False)
 
 
-def _name_of(store: SingleStore) -> str:
+def _name_of(store: SingleGeneration) -> str:
     try:
         return store.manifest(store.steps()[0]).run
     except DistCkptError:

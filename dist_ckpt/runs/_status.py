@@ -12,7 +12,7 @@ from typing import Any
 from dist_ckpt import storage
 from dist_ckpt.canonical import bin_size
 from dist_ckpt.errors import DistCkptError
-from dist_ckpt.generations import GenerationStore
+from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.history import history_path, run_name
 from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.runs._liveness import Evidence, Liveness, State, look_alive
@@ -195,7 +195,7 @@ def _last_logged(run: Run, marks: Sequence[_Mark]) -> _Mark | None:
     return marks[-1] if marks else None
 
 
-def _newest(store: GenerationStore) -> ResumePoint | None:
+def _newest(store: StoredGenerations) -> ResumePoint | None:
     for step in reversed(store.steps()):
         try:
             return store.manifest(step)
@@ -204,12 +204,12 @@ def _newest(store: GenerationStore) -> ResumePoint | None:
     return None
 
 
-def _newest_verified(store: GenerationStore) -> int | None:
+def _newest_verified(store: StoredGenerations) -> int | None:
     steps = reversed(store.steps())
     return next((step for step in steps if store.verified_at(step) is not None), None)
 
 
-def _bytes_of_one(store: GenerationStore, point: ResumePoint) -> int:
+def _bytes_of_one(store: StoredGenerations, point: ResumePoint) -> int:
     """Return what a generation like this one takes; a .bin that is a link takes nothing more."""
     path = store.bin_path(point.step)
     own_bin = 0
