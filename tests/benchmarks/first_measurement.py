@@ -131,6 +131,9 @@ def torch_saves(
 def restores(run: Path, file: Path, num_params: int, repeats: int) -> dict[str, list[float]]:
     """Return seconds of restoring into live objects, ours and torch's in turn, warm."""
     model, optimizer = build(num_params)
+    # Their own objects: load_state_dict leaves the optimizer with pages of torch's mapped file,
+    # which whoever writes there next would pay for.
+    their_model, their_optimizer = build(num_params)
     latest = dist_ckpt.open_run(run).latest()
     if latest is None:
         raise SystemExit("no generation to restore")
@@ -145,8 +148,8 @@ def restores(run: Path, file: Path, num_params: int, repeats: int) -> dict[str, 
 
     def theirs() -> None:
         state = torch.load(file, mmap=True, weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        their_model.load_state_dict(state["model"])
+        their_optimizer.load_state_dict(state["optimizer"])
 
     secs: dict[str, list[float]] = {"ours": [], "torch": []}
     for _ in range(repeats):
