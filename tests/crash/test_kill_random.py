@@ -76,7 +76,7 @@ def _kill_once(options: Options, ranks: int, dice: random.Random, *, aimed: bool
         job.wait_until(lambda: job.poll(victim) is not None)
         assert job.poll(victim) == KILLED, job.stderr(victim)
         if dice.random() < 0.5:
-            job.wait(20.0)  # the others find out by themselves …
+            job.wait(80.0)  # the others find out by themselves …
         # … or are killed as well, as torchrun would.
         return bool(temporary(options)) or bool(job.strikes(victim))
 
