@@ -18,13 +18,13 @@ __all__ = ["is_bad_bytes"]
 def is_bad_bytes(error: BaseException) -> bool:
     """Return whether ``error``, met while reading a generation, condemns it.
 
-    Bytes that aren't right, are missing, or that the device can't give (EIO) do. A lack of
-    descriptors or memory, a permission, a program's mistake don't: the same generation may be read
-    later. A format of a later version speaks for another program, and going back would lose what
-    that one has done.
+    Bytes that aren't right, are missing, or that the device can't give (EIO) do, and a file where a
+    directory belongs. A lack of descriptors or memory, a permission, a program's mistake don't: the
+    same generation may be read later. A format of a later version speaks for another program, and
+    going back would lose what that one has done.
     """
     if isinstance(error, FormatVersionError):
         return False
     if isinstance(error, CorruptFileError | NotFoundError | ForeignFileError):
         return True
-    return isinstance(error, StorageError) and error.errno == errno.EIO
+    return isinstance(error, StorageError) and error.errno in {errno.EIO, errno.ENOTDIR}

@@ -129,7 +129,7 @@ class Checkpointer:
             generators=generators,
         )
         self._trainer = Trainer(
-            run_dir=Path(os.environ.get(_RUN_DIR_VARIABLE) or run_dir),
+            run_dir=_absolute(os.environ.get(_RUN_DIR_VARIABLE) or run_dir),
             captured=captured,
             settings=self._settings,
             optimizers=list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer],
@@ -138,6 +138,7 @@ class Checkpointer:
         )
         self._session: Session | None = None
         self._is_open = False
+        self._pid = os.getpid()
         self._body: int | None = None
         self._left_at: int | None = None
 
@@ -192,6 +193,8 @@ class Checkpointer:
             DistCkptError: The last save failed (only where no other exception is on its way).
             SystemExit: The run was stopped by a signal and ``stop_exit_code`` isn't 0.
         """
+        if os.getpid() != self._pid:
+            return  # a forked child that leaves by itself: run, lock and thread are its parent's
         session = self._opened("exit")
         self._is_open = False
         failure = session.close(error)
@@ -280,6 +283,11 @@ class Checkpointer:
         return self._opened("poll").poll()
 
     def _opened(self, what: str) -> Session:
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"This Checkpointer belongs to process {self._pid}, not to its forked child.",
+                next_step="Leave a child by os._exit(), or have it end before the loop goes on.",
+            )
         if self._session is None or not self._is_open:
             raise UsageError(
                 f"{what}() needs an entered Checkpointer.",
@@ -303,3 +311,14 @@ class Checkpointer:
                 next_step="Use it inside `for step in ckpt.steps(…):`.",
             )
         return self._body
+
+
+def _absolute(run_dir: str | os.PathLike[str]) -> Path:
+    """Return the run directory whatever the script makes its working directory later."""
+    path = os.path.abspath(run_dir) if os.fspath(run_dir) else ""
+    if not os.path.basename(path):
+        raise UsageError(
+            f"run_dir={os.fspath(run_dir)!r} has no last component, which is the run's name.",
+            next_step="Give a directory of the run's own, as runs/first.",
+        )
+    return Path(path)

@@ -141,13 +141,16 @@ def _check_settings(
             next_step="Use another run directory, or resume='auto'.",
             path=str(attempt.store.run_dir),
         )
+    events = read_journal(attempt.store.run_dir)
     aside = [name for name in _archived(attempt) if name.startswith("faulty_")]
-    if not steps and aside and "fresh_start" not in settings.accepted:
+    saved = [event["step"] for event in events if event["event"] == "saved"]
+    if not steps and (aside or saved) and "fresh_start" not in settings.accepted:
+        had = f"the journal tells of step {saved[-1]}" if saved else "it had some"
+        where = f"; set aside in archive/: {', '.join(aside)}" if aside else ""
         raise NoUsableGenerationError(
-            f"{attempt.store.run_dir} has no generation; what it had was set aside: "
-            f"{', '.join(aside)} in archive/.",
-            next_step="Move a good one back into checkpoints/, start in another directory, or "
-            "begin at step 0 on purpose with accept=('fresh_start',).",
+            f"{attempt.store.run_dir} has no generation, though {had}{where}.",
+            next_step="Is the disk mounted? Move a good one back into checkpoints/, start in "
+            "another directory, or begin at step 0 on purpose with accept=('fresh_start',).",
             path=str(attempt.store.run_dir),
             skipped={},
         )

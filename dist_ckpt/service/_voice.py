@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 
@@ -32,9 +33,12 @@ class Voice:
     def _log(self, level: int, text: str) -> None:
         if not self._on:
             return
-        if _LOGGER.hasHandlers():
-            _LOGGER.log(level, "%s: %s", self._name, text)
-        else:
-            mark = "WARNING: " if level >= logging.WARNING else ""
-            sys.stderr.write(f"[dist-ckpt {self._name}] {mark}{text}\n")
-            sys.stderr.flush()
+        # Nobody may be listening any more (a closed terminal, a pipe whose reader ended, a full
+        # disk under a log). A notice must never cost a save or end training; the journal has it.
+        with contextlib.suppress(OSError, ValueError):
+            if _LOGGER.hasHandlers():
+                _LOGGER.log(level, "%s: %s", self._name, text)
+            elif sys.stderr is not None:
+                mark = "WARNING: " if level >= logging.WARNING else ""
+                sys.stderr.write(f"[dist-ckpt {self._name}] {mark}{text}\n")
+                sys.stderr.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -92,6 +93,12 @@ class Worker:
         # Short waits, so that Python's signal handlers get their turn on this thread.
         ends = time.monotonic() + self._limit_secs
         while not event.wait(0.5):
+            if not self._thread.is_alive() and not event.is_set():
+                raise JobError(
+                    "The thread that writes saves is gone (it ended, or this is a forked child).",
+                    next_step="Start the run again; it resumes from the newest generation.",
+                    phase="save",
+                )
             if time.monotonic() > ends:
                 raise JobError(
                     f"The save in flight has not ended within {self._limit_secs:g} s.",
@@ -119,4 +126,5 @@ class Worker:
     def _fail(self, error: DistCkptError) -> None:
         with self._lock:
             self._failure = error
-        self._report(error)
+        with contextlib.suppress(Exception):  # telling must not end the thread that saves
+            self._report(error)

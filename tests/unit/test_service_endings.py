@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -239,3 +241,94 @@ def test_an_error_of_one_rank_under_the_mean_is_that_error(tmp_path: Path) -> No
     results = run_ranks(2, body_mean, str(tmp_path / "run"), "raise")
     assert "my own error" in str(results[1].value)
     assert "Error" in str(results[0].value)
+
+
+SCRIPT = """
+import os, sys
+import torch, dist_ckpt
+torch.manual_seed(1)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+with dist_ckpt.Checkpointer(sys.argv[1], model=model, optimizer=optimizer, every=2) as ckpt:
+    for step in ckpt.steps(9):
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+        if step == 4 and "chdir" in sys.argv:
+            os.chdir("/")
+        if step == 4 and "fork" in sys.argv:
+            child = os.fork()
+            if child == 0:
+                sys.exit(7)
+            assert os.waitpid(child, 0)[1] == 7 << 8
+"""
+
+
+def _script(tmp_path: Path, *words: str, stderr: Any = None) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, "run", *words],
+        cwd=tmp_path,
+        stderr=stderr,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.parametrize("how", ["a reader that has ended", "a full disk", "closed"])
+def test_a_notice_that_nobody_takes_costs_no_save_and_ends_nothing(
+    how: str, tmp_path: Path
+) -> None:
+    if how == "a full disk":
+        with Path("/dev/full").open("wb") as full, _script(tmp_path, stderr=full) as job:
+            status = job.wait(60)
+    elif how == "closed":
+        command = 'exec "$0" -c "$1" run 2>&-'
+        job = subprocess.Popen(
+            ["/bin/sh", "-c", command, sys.executable, SCRIPT],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        status = job.wait(60)
+    else:
+        reading, writing = os.pipe()
+        os.close(reading)
+        job = _script(tmp_path, stderr=writing)
+        os.close(writing)
+        status = job.wait(60)
+    # Python itself reports a stderr that can't be flushed at its end by 120.
+    assert status in {0, 120}
+    run = tmp_path / "run"
+    assert [e["step"] for e in _events(run, "saved")] == [2, 4, 6, 8, 9]
+    assert _events(run, "save_failed") == []
+    assert _events(run, "attempt_ended") != []
+
+
+@pytest.mark.parametrize("what", ["chdir", "fork"])
+def test_a_script_that_moves_or_forks_keeps_its_run(what: str, tmp_path: Path) -> None:
+    with _script(tmp_path, what, stderr=subprocess.PIPE) as job:
+        _, told = job.communicate(timeout=60)
+    assert job.returncode == 0, told.decode()
+    assert [e["step"] for e in _events(tmp_path / "run", "saved")] == [2, 4, 6, 8, 9]
+
+
+def test_a_file_where_a_generation_belongs_blocks_no_resume(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    _train(run, 4)
+    (run / "checkpoints" / "step_000006").touch()
+    resumed = _train(run, 5).resumed
+    assert resumed is not None
+    assert resumed.step == 4
+    assert (run / "archive" / "faulty_000006" / "step_000006").is_file()
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_by_itself(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    _train(run, 4)
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(NoUsableGenerationError, match="the journal tells of step 4"):
+        _train(run, 6)
+    assert _train(run, 6, accept=("fresh_start",)).resumed is None
+
+
+@pytest.mark.parametrize("name", ["", "/"])
+def test_a_run_without_a_name_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="the run's name"):
+        _train(Path(name) if name else "", 2)  # type: ignore[arg-type]
