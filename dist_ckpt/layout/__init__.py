@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dist_ckpt.layout._plan import STATE_ALIGN, Layout, Owned, RankLayout, plan_layout
 from dist_ckpt.layout._runs import Run, plan_runs
-from dist_ckpt.layout._specs import decode_specs, encode_specs, specs_digest
+from dist_ckpt.layout._specs import decode_specs, encode_specs
 
 __all__ = [
     "STATE_ALIGN",
@@ -22,5 +22,4 @@ __all__ = [
     "encode_specs",
     "plan_layout",
     "plan_runs",
-    "specs_digest",
 ]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 
 from dist_ckpt.slices import Box, Role, TensorSpec
 
-__all__ = ["decode_specs", "encode_specs", "specs_digest"]
+__all__ = ["decode_specs", "encode_specs"]
 
 
 def encode_specs(specs: Sequence[TensorSpec]) -> bytes:
@@ -33,9 +32,3 @@ def decode_specs(data: bytes) -> list[TensorSpec]:
         )
         for key, role, dtype, shape, boxes, param in json.loads(data)
     ]
-
-
-def specs_digest(specs: Sequence[TensorSpec]) -> int:
-    """Return 63 bits that differ where two ranks' or two saves' specs differ."""
-    digest = hashlib.blake2b(encode_specs(specs), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -89,7 +89,7 @@ def tidy(saves: Saves, step: int) -> None:
     """Rank 0: export, and retire what retention lets go. Faults are said, not raised."""
     if saves.hurry.is_set():
         return  # the next start makes up for it
-    if saves.export != "never":
+    if saves.settings.export != "never":
         _export(saves, step)
     try:
         _retire(saves)
@@ -102,9 +102,9 @@ def catch_up(saves: Saves) -> None:
     """Rank 0, at a start: export every verified generation that lacks its .bin, then tidy."""
     store = saves.store
     steps = [step for step in store.steps() if store.verified_at(step) is not None]
-    gone = plan_bins(steps, retention=saves.retention)
+    gone = plan_bins(steps, retention=saves.settings.retention)
     for step in steps:
-        if saves.export != "never" and step not in gone and not saves.hurry.is_set():
+        if saves.settings.export != "never" and step not in gone and not saves.hurry.is_set():
             _export(saves, step)
     if steps:
         tidy(saves, steps[-1])
@@ -116,9 +116,11 @@ def _export(saves: Saves, step: int) -> None:
         point = store.manifest(step)
         if point.canonical.refused is not None:
             return
-        if saves.export == "signal" and not any(r.startswith("SIG") for r in point.reasons):
+        if saves.settings.export == "signal" and not any(
+            r.startswith("SIG") for r in point.reasons
+        ):
             return
-        how = export_bin(store, point, copy=saves.export_copy)
+        how = export_bin(store, point, copy=saves.settings.export_copy)
         if how != "there":
             saves.journal("exported", step=step, file=store.bin_path(step).name, how=how)
     except (DistCkptError, OSError) as error:
@@ -129,12 +131,12 @@ def _export(saves: Saves, step: int) -> None:
 def _retire(saves: Saves) -> None:
     store = saves.store
     verified = [step for step in store.steps() if store.verified_at(step) is not None]
-    kept = plan_retention(verified, pinned=store.pins(), retention=saves.retention)
+    kept = plan_retention(verified, pinned=store.pins(), retention=saves.settings.retention)
     for step in verified:
         if step not in kept:
             store.retire(step)
             saves.journal("retired", step=step)
-    for step in plan_bins(kept, retention=saves.retention):
+    for step in plan_bins(kept, retention=saves.settings.retention):
         if storage.exists(store.bin_path(step)):
             store.drop_bin(step)
             saves.journal("bin_retired", step=step)

@@ -23,9 +23,10 @@ import xxhash
 from dist_ckpt import storage
 from dist_ckpt.comm import Comm
 from dist_ckpt.errors import DistCkptError, SaveFailedError
-from dist_ckpt.generations import GenerationStore, Retention
+from dist_ckpt.generations import GenerationStore
 from dist_ckpt.layout import Layout
 from dist_ckpt.resume_point import ResumePoint
+from dist_ckpt.service._settings import Settings
 from dist_ckpt.staging import Writable
 
 __all__ = ["Job", "Outcome", "Saves", "run_job"]
@@ -55,7 +56,7 @@ class Job:
     id: str
     reasons: tuple[str, ...]
     staged: Writable | None
-    layout: Layout | None
+    layout: Layout
     fault: str | None
     index: bytes
     deadline: float | None
@@ -72,11 +73,7 @@ class Saves:
     journal: Callable[..., None]
     sync_history: Callable[[], None]
     check_lock: Callable[[], None]
-    retention: Retention
-    export: str
-    export_copy: bool
-    reserve_bytes: int
-    timeout_secs: float
+    settings: Settings
     say: Callable[[str], None]
     warn: Callable[[str], None]
     #: Set while a stop is short of time: reading back, export and retirement give way.
@@ -143,7 +140,7 @@ def _first_report(saves: Saves, job: Job) -> bytes:
     fault = job.fault
     if job.staged is not None and fault is None:
         try:
-            job.staged.wait(saves.timeout_secs)
+            job.staged.wait(saves.settings.timeout_secs)
         except Exception as error:  # noqa: BLE001 - told to every rank
             fault = _told(error)
     num_bytes = job.staged.num_bytes if job.staged else 0
@@ -155,15 +152,15 @@ def _prepare(saves: Saves, job: Job, reports: list[bytes]) -> bytes:
     parsed = [json.loads(report) for report in reports]
     errors = {str(r): p["error"] for r, p in enumerate(parsed) if p["error"] is not None}
     directory = ""
-    if not errors and job.layout is not None:
+    if not errors:
         need = sum(p["num_bytes"] for p in parsed) + len(job.index) + (1 << 20)
         canonical = job.layout.canonical
-        exports = saves.export != "never" and canonical.refused is None
-        if exports and (saves.export_copy or not canonical.is_shard):
+        exports = saves.settings.export != "never" and canonical.refused is None
+        if exports and (saves.settings.export_copy or not canonical.is_shard):
             need += 8 + 12 * canonical.num_params
         try:
             saves.check_lock()
-            storage.check_space(saves.store.run_dir, need, saves.reserve_bytes)
+            storage.check_space(saves.store.run_dir, need, saves.settings.reserve_bytes)
             directory = saves.store.prepare(job.step, job.id[:8]).name
         except Exception as error:  # noqa: BLE001 - told to every rank
             errors["0"] = _told(error)

@@ -141,19 +141,8 @@ def _check_settings(
             next_step="Use another run directory, or resume='auto'.",
             path=str(attempt.store.run_dir),
         )
-    events = read_journal(attempt.store.run_dir)
-    aside = [name for name in _archived(attempt) if name.startswith("faulty_")]
-    saved = [event["step"] for event in events if event["event"] == "saved"]
-    if not steps and (aside or saved) and "fresh_start" not in settings.accepted:
-        had = f"the journal tells of step {saved[-1]}" if saved else "it had some"
-        where = f"; set aside in archive/: {', '.join(aside)}" if aside else ""
-        raise NoUsableGenerationError(
-            f"{attempt.store.run_dir} has no generation, though {had}{where}.",
-            next_step="Is the disk mounted? Move a good one back into checkpoints/, start in "
-            "another directory, or begin at step 0 on purpose with accept=('fresh_start',).",
-            path=str(attempt.store.run_dir),
-            skipped={},
-        )
+    if not steps and "fresh_start" not in settings.accepted:
+        _refuse_to_begin_anew(attempt)
     if rewind_to is not None and rewind_to not in steps:
         raise NotFoundError(
             f"There is no generation of step {rewind_to} to go back to.",
@@ -162,9 +151,24 @@ def _check_settings(
         )
 
 
-def _archived(attempt: Attempt) -> list[str]:
-    archive = attempt.store.archive
-    return sorted(storage.list_names(archive)) if storage.exists(archive) else []
+def _refuse_to_begin_anew(attempt: Attempt) -> None:
+    """Return if the run never had a generation: nothing is reset in silence (K11)."""
+    store = attempt.store
+    archived = sorted(storage.list_names(store.archive)) if storage.exists(store.archive) else []
+    aside = [name for name in archived if name.startswith("faulty_")]
+    events = read_journal(store.run_dir)
+    saved = [event["step"] for event in events if event["event"] == "saved"]
+    if not aside and not saved:
+        return
+    had = f"the journal tells of step {saved[-1]}" if saved else "it had some"
+    where = f"; set aside in archive/: {', '.join(aside)}" if aside else ""
+    raise NoUsableGenerationError(
+        f"{store.run_dir} has no generation, though {had}{where}.",
+        next_step="Is the disk mounted? Move a good one back into checkpoints/, start in another "
+        "directory, or begin at step 0 on purpose with accept=('fresh_start',).",
+        path=str(store.run_dir),
+        skipped={},
+    )
 
 
 def _report(

@@ -64,7 +64,7 @@ class Saver:
         self._committed_step = parent["step"] if parent else None
         self._counter = 0
         self._planner = Planner(captured, saves.comm)
-        self._worker = Worker(self._report, limit_secs=2 * saves.timeout_secs)
+        self._worker = Worker(self._report, limit_secs=2 * saves.settings.timeout_secs)
         self.take_failure = self._worker.take_failure
 
     # Training thread
@@ -128,6 +128,8 @@ class Saver:
         """
         if deadline is not None:
             self._saves.hurry.set()  # what the save before still has to be done gives way
+            self._worker.wait_done()
+            self._saves.hurry.clear()
         self._worker.wait_committed()
         started = time.monotonic()
         self._counter += 1
@@ -174,7 +176,7 @@ class Saver:
         """Have the background thread do what earlier attempts left to do.
 
         Args:
-            step: The resume point's, whose .bin is made if it lacks one.
+            step: The resume point's, which has to be saved again if it turns out faulty.
             unverified: Steps of generations that were never read back, the same on every rank.
         """
 
@@ -230,7 +232,6 @@ class Saver:
     # Background thread
 
     def _run(self, job: Job, ticket: Ticket) -> None:
-        self._saves.hurry.clear()
         before = (self._committed_step, self._parent)
         outcome = run_job(self._saves, job)
         self._committed_step = job.step

@@ -103,18 +103,13 @@ def _open(trainer: Trainer, comm: Comm, watch: SignalWatch) -> Session:
 def _build_saver(
     trainer: Trainer, *, attempt: Attempt, comm: Comm, start: Start, losses: Losses, voice: Voice
 ) -> Saver:
-    settings = trainer.settings
     saves = Saves(
         comm=comm,
         store=attempt.store,
         journal=attempt.journal,
         sync_history=losses.sync,
         check_lock=attempt.check_lock,
-        retention=settings.retention,
-        export=settings.export,
-        export_copy=settings.export_copy,
-        reserve_bytes=settings.reserve_bytes,
-        timeout_secs=settings.timeout_secs,
+        settings=trainer.settings,
         say=voice.say,
         warn=voice.warn,
     )

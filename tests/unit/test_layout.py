@@ -16,7 +16,6 @@ from dist_ckpt.layout import (
     encode_specs,
     plan_layout,
     plan_runs,
-    specs_digest,
 )
 from dist_ckpt.slices import Box, Role, TensorSpec, dtype_size
 
@@ -160,11 +159,9 @@ def test_ranks_with_different_shapes_are_refused_by_name() -> None:
         plan_layout([adam_specs({"w": (2,)}), adam_specs({"w": (3,)})])
 
 
-def test_specs_survive_the_way_between_ranks_and_differ_where_they_differ() -> None:
+def test_specs_survive_the_way_between_ranks() -> None:
     specs = adam_specs(SHAPES)
     assert decode_specs(encode_specs(specs)) == specs
-    assert specs_digest(specs) == specs_digest(decode_specs(encode_specs(specs)))
-    assert specs_digest(specs) != specs_digest(specs[1:])
 
 
 @st.composite
