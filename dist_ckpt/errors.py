@@ -12,6 +12,7 @@
     ├── NoUsableGenerationError              generations exist, none can be used
     ├── MismatchError                        what was saved doesn't fit the live objects
     ├── IdentityError                        another data set, configuration or structure
+    ├── IncompleteError                      a check could not be completed, so it says nothing
     ├── LockedError                          somebody else trains in this run directory
     ├── StorageError (OSError)               the file system refused
     │   └── NoSpaceError                     not enough room, found out before writing
@@ -37,6 +38,7 @@ __all__ = [
     "ForeignFileError",
     "FormatVersionError",
     "IdentityError",
+    "IncompleteError",
     "JobError",
     "LockedError",
     "MismatchError",
@@ -183,6 +185,12 @@ class IdentityError(DistCkptError):
     """Data, configuration, structure or (strict) code differ; carries ``differences``."""
 
     id = "identity"
+
+
+class IncompleteError(DistCkptError):
+    """A check could not be completed, so that it says neither yes nor no; ``log`` may tell more."""
+
+    id = "incomplete"
 
 
 class LockedError(DistCkptError):

@@ -24,7 +24,7 @@ __all__ = ["COMMANDS"]
 def ls(run: RunArgument, *, as_json: JsonOption = False) -> Answer:  # noqa: ARG001 - see JsonOption
     """List the generations of a run."""
     found = find(run).run
-    rows = list_rows(found.store)
+    rows = list_rows(found.store, found.proven())
     now = time.time()
     document = {
         "run": found.name,
@@ -56,7 +56,7 @@ def _tell_rows(rows: Sequence[Row], now: float, path: str) -> str:
             size(row.num_bytes),
             None if row.verified_at is None else ago(now - row.verified_at),
             None if row.pinned is None else row.pinned or "yes",
-            None if row.proven is None else ago(now - row.proven),
+            row.proven,
         )
         for row in rows
     ]
@@ -140,7 +140,7 @@ def show(
         document = describe_bin(path)
         return Answer(document, lambda: tell_bin(document))
     run, generation = find_generation(address)
-    document = describe_generation(run.store, generation, with_tensors=tensors)
+    document = describe_generation(run, generation, with_tensors=tensors)
     return Answer(document, lambda: tell_generation(document))
 
 

@@ -11,7 +11,16 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from dist_ckpt import __version__
-from dist_ckpt.cli import INTERRUPTED_STATUS, _ask, _export, _look, _loss, _verify
+from dist_ckpt.cli import (
+    INTERRUPTED_STATUS,
+    _ask,
+    _diff,
+    _export,
+    _look,
+    _loss,
+    _prove,
+    _verify,
+)
 from dist_ckpt.cli._answer import Answer, dump
 from dist_ckpt.cli._text import plain
 from dist_ckpt.errors import CorruptFileError, DistCkptError, FormatVersionError
@@ -126,7 +135,7 @@ def _app() -> typer.Typer:
         add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, help=_HELP
     )
     app.callback()(_root)
-    for module in (_look, _verify, _export, _ask, _loss):
+    for module in (_look, _verify, _export, _diff, _ask, _loss, _prove):
         for command in module.COMMANDS:
             app.command()(command)
     # For the list of commands; the words behind it never get here.

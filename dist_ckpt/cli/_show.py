@@ -10,8 +10,7 @@ from typing import Any
 from dist_ckpt import storage
 from dist_ckpt.cli._text import ago, plain, size, table
 from dist_ckpt.export import read_bin
-from dist_ckpt.generations import StoredGenerations
-from dist_ckpt.runs import Generation
+from dist_ckpt.runs import Generation, Run
 
 __all__ = ["describe_bin", "describe_generation", "tell_bin", "tell_generation"]
 
@@ -38,12 +37,11 @@ def tell_bin(document: dict[str, Any]) -> str:
     )
 
 
-def describe_generation(
-    store: StoredGenerations, generation: Generation, *, with_tensors: bool
-) -> dict[str, Any]:
+def describe_generation(run: Run, generation: Generation, *, with_tensors: bool) -> dict[str, Any]:
     """Return what the manifest, and if wanted the index, of a generation say."""
     point = generation.manifest
     canonical = point.canonical
+    store = run.store
     path = store.bin_path(point.step)
     document: dict[str, Any] = {
         "run": point.run,
@@ -68,6 +66,7 @@ def describe_generation(
         "identity": point.identity,
         "verified_at": generation.verified_at,
         "pinned": store.pins().get(point.step),
+        "proven": run.proven().get(point.step),
         "notes": point.notes,
     }
     if with_tensors:
@@ -109,6 +108,7 @@ def tell_generation(document: dict[str, Any]) -> str:
         ("bytes", size(document["bytes"])),
         ("verified", "not yet" if verified is None else ago(now - verified)),
         ("pinned", document["pinned"]),
+        ("proven", document["proven"]),
         ("canonical", _tell_canonical(document["canonical"])),
         ("stateless", ", ".join(document["stateless"]) or "none"),
     ]

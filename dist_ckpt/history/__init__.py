@@ -18,6 +18,7 @@ from dist_ckpt.history._loss_format import (
 )
 from dist_ckpt.history._metrics import Metrics, check_metric_names, parse_metrics
 from dist_ckpt.history._paths import history_path, run_name
+from dist_ckpt.history._proven import proven_steps
 from dist_ckpt.history._readers import (
     RunHistory,
     read_history,
@@ -51,6 +52,7 @@ __all__ = [
     "parse_loss",
     "parse_metrics",
     "parse_samples",
+    "proven_steps",
     "read_history",
     "read_journal",
     "read_loss",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dist_ckpt import storage
@@ -30,7 +31,7 @@ class Row:
         num_bytes: Bytes of all ranks' files.
         verified_at: When it was read back whole; None: not yet.
         pinned: Why it is pinned; None: it isn't.
-        proven: When a resume from it was proven; None: not known.
+        proven: What a real resume from it has proven it by; None: none has.
         fault: Why it can't be read; what is above is None or empty then.
     """
 
@@ -41,14 +42,18 @@ class Row:
     num_bytes: int | None
     verified_at: float | None
     pinned: str | None
-    proven: float | None = None
+    proven: str | None = None
     fault: str | None = None
 
 
-def list_rows(store: StoredGenerations) -> list[Row]:
+def list_rows(store: StoredGenerations, proven: Mapping[int, str] | None = None) -> list[Row]:
     """Return a row for each generation, ascending by step; one retired meanwhile is left out.
 
     Manifests that were verified as they are now are read in part, others are checked whole.
+
+    Args:
+        store: The generations.
+        proven: What `Run.proven` returns.
 
     Raises:
         CorruptFileError: The file of pins isn't whole.
@@ -57,7 +62,8 @@ def list_rows(store: StoredGenerations) -> list[Row]:
     rows = []
     for step in store.steps():
         try:
-            rows.append(_row(store, step, pins.get(step)))
+            row = _row(store, step, pins.get(step))
+            rows.append(replace(row, proven=(proven or {}).get(step)))
         except DistCkptError as error:
             if not isinstance(error, NotFoundError) or storage.exists(store.path(step)):
                 rows.append(_faulty(step, pins.get(step), str(error)))

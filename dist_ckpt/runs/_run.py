@@ -8,7 +8,14 @@ from typing import Any
 
 from dist_ckpt.errors import DistCkptError, ForeignFileError, NotFoundError
 from dist_ckpt.generations import SingleGeneration, StoredGenerations
-from dist_ckpt.history import LossEntry, read_journal, read_loss, read_loss_raw, run_name
+from dist_ckpt.history import (
+    LossEntry,
+    proven_steps,
+    read_journal,
+    read_loss,
+    read_loss_raw,
+    run_name,
+)
 from dist_ckpt.runs._generation import Generation
 from dist_ckpt.runs._places import holds_format, is_run, require_directory
 
@@ -87,6 +94,16 @@ class Run:
             return read_journal(self.store.run_dir)
         except NotFoundError:
             return []
+
+    def proven(self) -> dict[int, str]:
+        """Return step → by what a real resume has proven its generation, for those that were.
+
+        Empty where the journal can't be read: nothing is known then.
+        """
+        try:
+            return proven_steps(self.journal())
+        except DistCkptError:
+            return {}
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:

@@ -1,5 +1,14 @@
 """``Checkpointer`` and what it is made of. Layer 6."""
 
-from dist_ckpt.service._checkpointer import Checkpointer
+from dist_ckpt.service._checkpointer import RUN_DIR_VARIABLE, Checkpointer
+from dist_ckpt.service._settings import OMIT_VARIABLE, STOP_AT_VARIABLE, WITNESS_VARIABLE
+from dist_ckpt.service._witness import witness_file
 
-__all__ = ["Checkpointer"]
+__all__ = [
+    "OMIT_VARIABLE",
+    "RUN_DIR_VARIABLE",
+    "STOP_AT_VARIABLE",
+    "WITNESS_VARIABLE",
+    "Checkpointer",
+    "witness_file",
+]

@@ -18,9 +18,9 @@ from dist_ckpt.resume import Resumed
 from dist_ckpt.service._session import Session, Trainer, open_session
 from dist_ckpt.service._settings import Export, Reduce, Resume, Settings, SigUsr1
 
-__all__ = ["Checkpointer"]
+__all__ = ["RUN_DIR_VARIABLE", "Checkpointer"]
 
-_RUN_DIR_VARIABLE = "DIST_CKPT_RUN_DIR"
+RUN_DIR_VARIABLE = "DIST_CKPT_RUN_DIR"
 
 
 class Checkpointer:
@@ -129,12 +129,13 @@ class Checkpointer:
             generators=generators,
         )
         self._trainer = Trainer(
-            run_dir=_absolute(os.environ.get(_RUN_DIR_VARIABLE) or run_dir),
+            run_dir=_absolute(os.environ.get(RUN_DIR_VARIABLE) or run_dir),
             captured=captured,
             settings=self._settings,
             optimizers=list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer],
             data=data,
             generators=generators,
+            given=(model, optimizer, scheduler, scaler, data, policy, extra, generators),
         )
         self._session: Session | None = None
         self._is_open = False

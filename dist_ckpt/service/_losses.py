@@ -78,6 +78,12 @@ class Losses:
         """Keep an audit sample of this step."""
         self._entry(step).samples.append((text, None if loss is None else _keep("loss", loss)))
 
+    def own(self, step: int) -> float | None:
+        """Return what this rank recorded as the loss of ``step``; on a device it waits for it."""
+        is_there = bool(self._pending) and self._pending[-1].step == step
+        loss = self._pending[-1].loss if is_there else None
+        return None if loss is None else float(loss)
+
     def agree(self, step: int) -> None:
         """Have the mean of this step's loss where the mean is logged; at its boundary. Collective.
 

@@ -23,6 +23,7 @@ from dist_ckpt.service._resuming import Start, start_run
 from dist_ckpt.service._saver import Saver, Subject
 from dist_ckpt.service._settings import Settings
 from dist_ckpt.service._voice import Voice
+from dist_ckpt.service._witness import Witness, call_witness
 from dist_ckpt.signals import SignalWatch
 from dist_ckpt.staging import CudaStreams, Overlap, Staging
 
@@ -40,6 +41,7 @@ class Trainer:
         optimizers: Those that a copy from the GPU has to be fenced against.
         data: The data, for their identity.
         generators: The user's generators, by name.
+        given: Everything that was given to be kept, for a proof that asks what wasn't.
     """
 
     run_dir: Path
@@ -48,6 +50,7 @@ class Trainer:
     optimizers: Sequence[torch.optim.Optimizer]
     data: Any
     generators: Mapping[str, Any]
+    given: Sequence[Any] = ()
 
 
 def open_session(trainer: Trainer) -> Session:
@@ -84,6 +87,7 @@ def _open(trainer: Trainer, comm: Comm, watch: SignalWatch) -> Session:
         saver = _build_saver(
             trainer, attempt=attempt, comm=comm, start=start, losses=losses, voice=voice
         )
+        witness = call_witness(trainer, comm, start.resumed)
     except BaseException as error:
         attempt.journal("attempt_failed", error=str(error))
         attempt.close()
@@ -97,6 +101,7 @@ def _open(trainer: Trainer, comm: Comm, watch: SignalWatch) -> Session:
         losses=losses,
         voice=voice,
         resumed=start.resumed,
+        witness=witness,
     )
 
 
@@ -149,8 +154,11 @@ class Session:
         losses: Losses,
         voice: Voice,
         resumed: Resumed | None,
+        witness: Witness | None = None,
     ) -> None:
         self._settings = settings
+        self._witness = witness
+        self._stop_at = settings.stop_at
         self._comm = comm
         self._watch = watch
         self._attempt = attempt
@@ -170,6 +178,8 @@ class Session:
         if self._rng_is_due and self.resumed is not None:
             self.resumed.restore_rng()
         self._rng_is_due = False
+        if self._witness is not None:
+            self._witness.start(self.step)
 
     def boundary(self, *, is_last: bool, is_start: bool = False) -> bool:
         """Agree with all ranks and act; return whether the run ends here. Collective.
@@ -178,6 +188,10 @@ class Session:
             SaveFailedError: The last save failed.
             JobError: The ranks lost each other.
         """
+        if self._witness is not None and not is_start:
+            self._witness.step(self.step, self.losses.own(self.step))
+        if self._stop_at is not None and self.step >= self._stop_at:
+            self.ask_stop()
         agreed = self._agree(f"boundary of step {self.step}", redo=not self._saver.settle())
         decision = decide(
             agreed,
@@ -236,6 +250,8 @@ class Session:
             self.stopped = signal.Signals(agreed.stop_signal).name
         elif agreed.stop:
             self.stopped = "stop"
+        if self._witness is not None:
+            self._witness.end(self.step, self.stopped)
         self._saver.wait_done(deadline)
         if (failure := self._saver.take_failure()) is not None:
             raise failure
@@ -309,6 +325,8 @@ class Session:
     def _let_go(self, wrong: BaseException | None) -> None:
         """Give back lock, handlers, files and groups, whatever happens on the way."""
         how = "failed" if wrong else "stopped" if self.stopped else "ended"
+        if self._witness is not None:
+            self._witness.close()
         try:
             self._attempt.journal(
                 f"attempt_{how}",

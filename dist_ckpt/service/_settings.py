@@ -6,12 +6,22 @@ import os
 import signal
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from dist_ckpt.errors import SettingError
 from dist_ckpt.generations import Retention
 
-__all__ = ["Export", "Reduce", "Resume", "Settings", "SigUsr1"]
+__all__ = [
+    "OMIT_VARIABLE",
+    "STOP_AT_VARIABLE",
+    "WITNESS_VARIABLE",
+    "Export",
+    "Reduce",
+    "Resume",
+    "Settings",
+    "SigUsr1",
+]
 
 Export = Literal["always", "signal", "never"]
 SigUsr1 = Literal["now", "boundary"]
@@ -19,7 +29,9 @@ Reduce = Literal["rank0", "mean"]
 Resume = Literal["auto", "never"] | int
 
 _ACCEPT_VARIABLE = "DIST_CKPT_ACCEPT"
-_OMIT_VARIABLE = "DIST_CKPT_OMIT_RESTORE"
+OMIT_VARIABLE = "DIST_CKPT_OMIT_RESTORE"
+STOP_AT_VARIABLE = "DIST_CKPT_STOP_AT"
+WITNESS_VARIABLE = "DIST_CKPT_WITNESS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +87,25 @@ class Settings:
     @property
     def omitted(self) -> frozenset[str]:
         """Parts that a proof's negative control leaves out of the restore."""
-        return frozenset(self.omit) | _words(_OMIT_VARIABLE)
+        return frozenset(self.omit) | _words(OMIT_VARIABLE)
+
+    @property
+    def stop_at(self) -> int | None:
+        """The step at which a proof's scenario ends, whatever ``until`` is.
+
+        Raises:
+            SettingError: The environment names something else than a step.
+        """
+        text = os.environ.get(STOP_AT_VARIABLE, "").strip()
+        if text and not (text.isascii() and text.isdigit()):
+            raise _refuse(STOP_AT_VARIABLE, text, "a step number")
+        return int(text) if text else None
+
+    @property
+    def witness_dir(self) -> Path | None:
+        """Where a proof wants to be told what each step saw."""
+        text = os.environ.get(WITNESS_VARIABLE, "")
+        return Path(text) if text else None
 
 
 def _words(variable: str) -> frozenset[str]:

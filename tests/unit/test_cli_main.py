@@ -16,7 +16,8 @@ import dist_ckpt
 from helpers.run_dirs import call, ended_run, spawn
 from helpers.trainers import ROOT
 
-COMMANDS = ("ls", "status", "show", "verify", "export", "save", "stop", "loss")
+COMMANDS = ("ls", "status", "show", "verify", "export", "save", "stop", "loss", "diff", "prove")
+ABOUT_A_RUN = ("ls", "status", "show", "verify", "export", "save", "stop", "loss")
 
 
 def test_help_lists_every_command_and_each_has_its_own() -> None:
@@ -74,7 +75,7 @@ def test_wrong_usage_is_status_2_and_two_lines_and_json_on_demand(arguments: lis
     assert as_json.json["error"]["next_step"]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ABOUT_A_RUN)
 def test_a_run_that_is_missing_is_status_2_for_every_command(command: str, tmp_path: Path) -> None:
     arguments = [command, str(tmp_path / "none")]
     if command == "export":
@@ -124,7 +125,7 @@ def test_a_traceback_comes_with_debug_only(tmp_path: Path) -> None:
 
 
 def test_a_bug_is_said_in_two_lines_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(_store: object) -> None:
+    def fails(*_: object) -> None:
         raise ZeroDivisionError("oh")
 
     monkeypatch.setattr("dist_ckpt.cli._look.list_rows", fails)
@@ -136,7 +137,7 @@ def test_a_bug_is_said_in_two_lines_too(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_an_interrupt_is_status_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(_store: object) -> None:
+    def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("dist_ckpt.cli._look.list_rows", interrupted)

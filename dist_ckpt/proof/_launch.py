@@ -1,0 +1,130 @@
+"""One scenario as processes of its own: started, waited for, ended. I/O, main thread."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TypeAlias
+
+from dist_ckpt.errors import IncompleteError
+
+__all__ = ["Launch", "Order", "last_lines", "run_process", "terminable"]
+
+_END_SECS = 5.0
+_TAIL_BYTES = 1 << 16
+_NUM_LINES = 12
+_NUM_CHARS = 500
+#: Its report on a rank that failed fills a screen, below the error that it is about.
+_OF_TORCHRUN = re.compile(r"^[WE]\d{4} .*torch/distributed/elastic/")
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a scenario's process is.
+
+    Attributes:
+        command: Its words.
+        environ: What is added to this process's environment; None takes a variable away.
+        log: The file for all that it prints; in a directory that exists.
+        timeout_secs: How long it may take.
+    """
+
+    command: tuple[str, ...]
+    environ: Mapping[str, str | None]
+    log: Path
+    timeout_secs: float
+
+    def whole_environ(self) -> dict[str, str]:
+        """Return the process's whole environment."""
+        merged = {**os.environ, **self.environ}
+        return {name: value for name, value in merged.items() if value is not None}
+
+
+#: Runs one order to its end; returns the exit status, None where time was up.
+Launch: TypeAlias = Callable[[Order], int | None]
+
+
+def run_process(order: Order) -> int | None:
+    """The processes of an order have ended; returns the status, None where time was up.
+
+    Raises:
+        IncompleteError: The command can't be started.
+    """
+    with order.log.open("wb") as log:
+        try:
+            # A session of its own: Ctrl-C in a terminal is for the proof alone, which ends it.
+            process = subprocess.Popen(
+                list(order.command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=order.whole_environ(),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise IncompleteError(
+                f"{order.command[0]} can't be started: {error.strerror}.",
+                next_step="Write the command as you would in a shell, behind two dashes.",
+            ) from error
+    try:
+        return process.wait(order.timeout_secs)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Nothing of it is left running."""
+    if process.poll() is None:
+        # Twice: a launcher ends its whole job then, and a Checkpointer doesn't wait for a save.
+        for _ in range(2):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGINT)
+            time.sleep(0.2)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_SECS)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Within the block SIGTERM is a KeyboardInterrupt, so that no scenario outlives the proof."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(_signum: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def last_lines(log: Path) -> list[str]:
+    """Return the last lines that a scenario printed, without what torchrun says of a dead rank."""
+    try:
+        with log.open("rb") as stream:
+            stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, stream.tell() - _TAIL_BYTES))
+            lines = stream.read().decode("utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    said = list(itertools.takewhile(lambda line: not _OF_TORCHRUN.search(line), lines))
+    kept = [line[:_NUM_CHARS] for line in (said if any(said) else lines) if line.strip()]
+    return kept[-_NUM_LINES:]

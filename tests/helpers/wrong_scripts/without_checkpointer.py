@@ -1,0 +1,3 @@
+"""Wrong for a proof: it keeps nothing."""
+
+print("trained")
