@@ -105,5 +105,7 @@ class ArrayFile:
         if self._end == 0:  # NUL bytes or spaces before the array aren't worth keeping
             self._file.overwrite_tail(0, EMPTY_ARRAY)
             self._end = 1
+            # An append that outlives the bracket before it would look like somebody else's file.
+            self._file.sync()
         else:
             self._file.overwrite_tail(self._end, b"]")

@@ -1,0 +1,178 @@
+"""Each state that a power cut may leave of a run's life: the old point or the new, nothing lost.
+
+The lives are recorded through the seam of storage; helpers.power_cuts says which states there are.
+In each of them a run is resumed as a user would, and judged by helpers.lives.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from helpers.lives import Life, Promise, attempt, ranks, record, record_recovery, rewind, try_cuts
+from helpers.power_cuts import Event, cuts
+from helpers.ranks import RankContext, run_ranks
+
+Chapter = Callable[[Life, Path], None]
+
+LIVES: dict[str, Sequence[Chapter]] = {
+    "one rank, only the newest kept": [attempt(4), attempt(7)],
+    "one rank, all kept, a copy for the .bin": [attempt(5, keep_last=None, export_copy=True)],
+    "gone back, another course": [attempt(6, keep_last=3), rewind(4, 7, keep_last=3)],
+    "two ranks": [ranks(4, 2), ranks(6, 2)],
+    "two ranks, then one": [ranks(4, 2), attempt(6)],
+}
+SEED = int(os.environ.get("DIST_CKPT_TEST_SEED", "20261130"))
+
+
+MEMORY = Path("/dev/shm")  # noqa: S108 - a private directory is made below
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    """A directory in memory: thousands of small trees are made there, and inodes aren't reused."""
+    if f" {MEMORY} tmpfs " not in Path("/proc/mounts").read_text():
+        pytest.skip(f"needs a tmpfs at {MEMORY}")
+    folder = MEMORY / f"dist_ckpt-{os.getpid()}-{tmp_path.name}"
+    folder.mkdir(mode=0o700)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def body_try(ctx: RankContext, folder: str, at_most: int) -> dict[str, object]:
+    """Try a share of all states of a life; each is a job of one process."""
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    life = pickle.loads(Path(folder, "life").read_bytes())  # noqa: S301 - our own
+    scratch = Path(folder, f"scratch{ctx.rank}")
+    scratch.mkdir()
+    share = (ctx.rank, ctx.world_size)
+    tally = try_cuts(life, scratch, seed=SEED, at_most=at_most, share=share)
+    return {"states": tally.states, "faults": tally.faults}
+
+
+def _try_all(life: Life, memory: Path, *, at_most: int) -> int:
+    """Every state was recovered; return how many there were."""
+    (memory / "life").write_bytes(pickle.dumps(life))
+    results = run_ranks(2, body_try, str(memory), at_most, init=False, timeout=3000.0)
+    assert [result.returncode for result in results] == [0, 0], results
+    faults = [fault for result in results for fault in result.value["faults"]]
+    num_states: int = sum(result.value["states"] for result in results)
+    print(f"{num_states} states of {len(life.events)} operations tried, seed {SEED}")
+    assert not faults, "\n\n".join(faults[:5])
+    return num_states
+
+
+def _live(memory: Path, name: str) -> Life:
+    (memory / "life_root").mkdir()
+    return record(memory / "life_root", *LIVES[name])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", LIVES)
+def test_a_power_cut_at_any_instant_leaves_the_old_point_or_the_new(
+    name: str, memory: Path
+) -> None:
+    """Cases 1 to 3: names and bytes that weren't synced lost, kept, half or zeros."""
+    assert _try_all(_live(memory, name), memory, at_most=36) > 1500
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", LIVES)
+def test_a_power_cut_at_any_instant_leaves_the_old_point_or_the_new_ten_times_as_many(
+    name: str, memory: Path
+) -> None:
+    assert _try_all(_live(memory, name), memory, at_most=150) > 15_000
+
+
+@pytest.mark.timeout(600)
+def test_a_power_cut_during_the_recovery_from_a_power_cut_loses_nothing(memory: Path) -> None:
+    life = _live(memory, "one rank, only the newest kept")
+    total, tried = 0, 0
+    disk, promise = life.start.copy(), Promise()
+    states = []
+    for number, event in enumerate(life.events):
+        disk.do(event)
+        promise.take(event)
+        generator = random.Random(f"{SEED} recovery {number}")
+        states += [(state, promise.least) for state in cuts(disk, generator, at_most=2)]
+    dice = random.Random(SEED)
+    for state, least in dice.sample(states, 12):
+        folder = memory / f"again{tried}"
+        (folder / "root").mkdir(parents=True)
+        again = record_recovery(folder / "root", state, life, least)
+        total += _try_all(again, folder, at_most=2)
+        tried += 1
+    print(f"{total} states of {tried} recoveries")
+    assert total > 1000
+
+
+# The enumeration itself is tested: it must notice what it is there for --------------------------
+
+
+def _caught(
+    life: Life,
+    events: Sequence[Event],
+    memory: Path,
+    *,
+    at_most: int = 3,
+    points: Sequence[int] | None = None,
+) -> bool:
+    mutant = replace(life, events=list(events))
+    scratch = memory / "scratch"
+    scratch.mkdir(exist_ok=True)
+    tally = try_cuts(mutant, scratch, seed=SEED, at_most=at_most, stop_at_first=True, points=points)
+    return bool(tally.faults)
+
+
+TEMPORARY = r"/checkpoints/\.tmp-step_000004-\w+"
+SYNCS = {
+    "the shard": TEMPORARY + r"/rank_00000\.shard$",
+    "the rank's other values": TEMPORARY + r"/rank_00000\.state$",
+    "the index": TEMPORARY + r"/\.snapshot_metadata$",
+    "the resume point": TEMPORARY + r"/resume_point\.json$",
+    "the generation's directory before it gets its name": TEMPORARY + "$",
+    "the directory of generations after one got its name": "/run/checkpoints$",
+    "the run directory after something got a name in it": "/run$",
+    "the loss file before a generation of its steps is told": r"/run\.loss\.json$",
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("what", SYNCS)
+def test_a_sync_that_is_left_out_is_noticed(what: str, memory: Path) -> None:
+    life = _live(memory, "one rank, only the newest kept")
+    kept = [e for e in life.events if not (e.op == "sync" and re.search(SYNCS[what], e.text))]
+    assert len(kept) < len(life.events), "there was no such sync"
+    assert _caught(life, kept, memory)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("what", ["rank_00000.shard", "resume_point.json", ""])
+def test_a_generation_that_gets_its_name_before_a_sync_is_noticed(what: str, memory: Path) -> None:
+    life = _live(memory, "one rank, only the newest kept")
+    events = list(life.events)
+    named = next(
+        number
+        for number, event in enumerate(events)
+        if event.op == "rename" and event.text.endswith("/step_000004")
+    )
+    pattern = f"{TEMPORARY}/{re.escape(what)}$" if what else f"{TEMPORARY}$"
+    synced = max(
+        number
+        for number, event in enumerate(events[:named])
+        if event.op == "sync" and re.search(pattern, event.text)
+    )
+    near = range(named - 3, named + 4)
+    assert not _caught(life, events, memory, at_most=60, points=near)
+    events.insert(named, events.pop(synced))  # the rename, once at ``named``, is before it now
+    assert _caught(life, events, memory, at_most=60, points=near)
