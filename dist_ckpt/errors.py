@@ -29,6 +29,7 @@ them on.
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar
 
 __all__ = [
@@ -53,7 +54,16 @@ __all__ = [
     "StorageError",
     "UnsupportedValueError",
     "UsageError",
+    "tidy",
 ]
+
+#: Where a text that ends with a full stop was put into another; `..` in a path is none.
+_DOUBLED_STOP = re.compile(r"(?<=[\w\])%'\"`])\.\.(?=[\s;,)'\"]|$)")
+
+
+def tidy(text: str) -> str:
+    """Return ``text`` with one full stop where texts put into one another have left two."""
+    return _DOUBLED_STOP.sub(".", text)
 
 
 class DistCkptError(Exception):
@@ -68,6 +78,7 @@ class DistCkptError(Exception):
     id: ClassVar[str] = "error"
 
     def __init__(self, message: str, *, next_step: str = "", **values: Any) -> None:
+        message = tidy(message)
         super().__init__(message)
         self.message = message
         self.next_step = next_step
@@ -84,10 +95,11 @@ class DistCkptError(Exception):
         return _rebuild, (type(self), self.message, self.next_step, self.values)
 
     def __str__(self) -> str:
-        if not self.next_step:
+        if not self.next_step or self.next_step in self.message:  # another error's was put in
             return self.message
         gap = "" if self.message.endswith("\n") else " "
-        return f"{self.message}{gap}{self.next_step}"
+        stop = "" if self.message.endswith((".", "!", "?", ":", "…", "\n")) else "."
+        return f"{self.message}{stop}{gap}{self.next_step}"
 
     def to_json(self) -> dict[str, Any]:
         """Return ``{"id", "message", "next_step", …values}`` with values that JSON can hold."""

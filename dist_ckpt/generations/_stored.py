@@ -59,6 +59,10 @@ class StoredGenerations:
         """Return where the generation of ``step`` lies or would lie."""
         return self.directory / step_name(step)
 
+    def has(self, step: int) -> bool:
+        """Return whether the name of a generation of ``step`` is there."""
+        return storage.exists(self.path(step))
+
     def bin_path(self, step: int) -> Path:
         """Return where ``step_N.bin`` of ``step`` lies or would lie."""
         return self.run_dir / bin_name(step)

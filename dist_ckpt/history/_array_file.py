@@ -92,6 +92,14 @@ class ArrayFile:
         self._end += len(data) - 1
         self.num_items += 1
 
+    def has_its_name(self) -> bool:
+        """Return whether the path still leads to this file. Any thread."""
+        return self._file.has_its_name()
+
+    def revive(self) -> None:
+        """Have the path lead to all that was appended again, durable; not beside an append."""
+        self._file.revive()
+
     def sync(self) -> None:
         """Make all appends that returned before this call durable. Any thread."""
         self._file.sync()

@@ -165,6 +165,30 @@ class History:
             self.samples.sync()
             self.journal.sync()
 
+    def lost_names(self) -> list[str]:
+        """Return which files can't be found by their names any more. Any thread, reads only.
+
+        Raises:
+            StorageError: The file system refused to tell.
+        """
+        files = (part.file for part in self._parts())
+        return [os.path.basename(file.path) for file in files if not file.has_its_name()]
+
+    def revive(self) -> None:
+        """Have all that was logged under its names again, durable. Main thread.
+
+        For a directory whose files were removed: whoever has them open still has their bytes.
+
+        Raises:
+            StorageError: The file system refused; may be called again.
+        """
+        with self._sync_lock:
+            for part in self._parts():
+                part.file.revive()
+
+    def _parts(self) -> tuple[LossFile, Metrics, Samples, Journal]:
+        return self.loss, self.metrics, self.samples, self.journal
+
     def close(self) -> None:
         """Journal the replay where it is still open, sync, give the descriptors back; once."""
         if self._closed:
@@ -173,6 +197,11 @@ class History:
         with self._closing:
             self._finish_replay(complete=False)
             self.sync()
+
+    def abandon(self) -> None:
+        """Give the descriptors back and write nothing: the files are somebody else's now."""
+        self._closed = True
+        self._closing.close()
 
     def __enter__(self) -> Self:
         return self
@@ -257,10 +286,20 @@ class NullHistory:
     def cut(self, step: int) -> None:
         """Do nothing."""
 
+    def lost_names(self) -> list[str]:
+        """Return nothing."""
+        return []
+
+    def revive(self) -> None:
+        """Do nothing."""
+
     def sync(self) -> None:
         """Do nothing."""
 
     def close(self) -> None:
+        """Do nothing."""
+
+    def abandon(self) -> None:
         """Do nothing."""
 
     def __enter__(self) -> Self:

@@ -99,6 +99,11 @@ class Journal:
         if sync:
             self._file.sync()
 
+    @property
+    def file(self) -> LinesFile:
+        """The file itself."""
+        return self._file
+
     def sync(self) -> None:
         """Make all events appended before this call durable. Any thread."""
         self._file.sync()

@@ -122,6 +122,15 @@ class LinesFile:
         with self._lock:
             self._file.append(line)
 
+    def has_its_name(self) -> bool:
+        """Return whether the path still leads to this file. Any thread."""
+        return self._file.has_its_name()
+
+    def revive(self) -> None:
+        """Have the path lead to all that was appended again, durable. Any thread."""
+        with self._lock:
+            self._file.revive()
+
     def sync(self) -> None:
         """Make all lines appended before this call durable. Any thread."""
         # Not under the lock: an append must not wait for the disk.

@@ -113,6 +113,11 @@ class LossFile:
         """Let no entry count any more, in memory: the journal has to say so for readers."""
         self._index.clear()
 
+    @property
+    def file(self) -> ArrayFile:
+        """The file itself."""
+        return self._file
+
     def sync(self) -> None:
         """Make all entries appended before this call durable. Any thread."""
         self._file.sync()

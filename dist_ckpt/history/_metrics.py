@@ -115,6 +115,11 @@ class Metrics:
         lines = parse_metrics(read_or_none(self._file.path) or b"")
         return {line["step"] for line in lines if line["step"] > step}
 
+    @property
+    def file(self) -> LinesFile:
+        """The file itself."""
+        return self._file
+
     def sync(self) -> None:
         """Make all lines appended before this call durable. Any thread."""
         self._file.sync()

@@ -152,6 +152,11 @@ class Samples:
         self._void_items = self.num_items
         return self._void_items
 
+    @property
+    def file(self) -> ArrayFile:
+        """The file itself."""
+        return self._file
+
     def sync(self) -> None:
         """Make all samples appended before this call durable. Any thread."""
         self._file.sync()

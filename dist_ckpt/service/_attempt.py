@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ class Attempt:
         store: Its generations.
         history: Its sidecars; a stand-in on other ranks than 0.
         lock: Held by rank 0, None elsewhere.
+        facts: What ``run.json`` says.
         removed: Temporary remains of earlier attempts that were removed.
     """
 
@@ -45,11 +46,15 @@ class Attempt:
     store: GenerationStore
     history: History | NullHistory
     lock: RunLock | None
+    facts: Mapping[str, Any]
     removed: tuple[str, ...] = ()
     warn: Callable[[str], None] = field(default=lambda _text: None, repr=False)
+    is_abandoned: bool = False
 
     def journal(self, event: str, *, step: int | None = None, **fields: Any) -> None:
         """Add an event to the journal; a disk that refuses it doesn't end training. Any thread."""
+        if self.is_abandoned:
+            return
         try:
             self.history.journal.append(event, step=step, **fields)
         except (DistCkptError, OSError, ValueError) as error:
@@ -60,10 +65,21 @@ class Attempt:
         if self.lock is not None:
             self.lock.check()
 
+    def write_run_file(self) -> None:
+        """Have ``run.json`` say who runs the run; durable. Rank 0."""
+        _write_run_file(self.store.run_dir, self.facts)
+
+    def abandon(self) -> None:
+        """Nothing is written any more: the run directory is another job's now."""
+        self.is_abandoned = True
+
     def close(self) -> None:
         """Close the files and let go of the lock."""
         try:
-            self.history.close()
+            if self.is_abandoned:
+                self.history.abandon()
+            else:
+                self.history.close()
         finally:
             if self.lock is not None:
                 self.lock.release()
@@ -95,6 +111,7 @@ def open_attempt(run_dir: Path, comm: Comm) -> Attempt:
         store=store,
         history=started[1] if started else NullHistory(),
         lock=started[0] if started else None,
+        facts=facts,
         removed=tuple(started[3]) if started else (),
     )
 
@@ -127,8 +144,7 @@ def _start(
     facts["nonce"] = secrets.token_hex(8)
     history = History(run_dir, name, facts["attempt"])
     undo.callback(history.close)
-    data = json.dumps(facts, allow_nan=False).encode()
-    storage.replace_durable(run_dir / _RUN_FILE, data)
+    _write_run_file(run_dir, facts)
     history.journal.append(
         "attempt_started",
         pid=holder["pid"],
@@ -139,6 +155,11 @@ def _start(
     if removed:
         history.journal.append("cleaned", removed=removed)
     return lock, history, facts, removed
+
+
+def _write_run_file(run_dir: Path, facts: Mapping[str, Any]) -> None:
+    data = json.dumps(facts, allow_nan=False).encode()
+    storage.replace_durable(run_dir / _RUN_FILE, data)
 
 
 def _last_attempt(run_dir: Path) -> int:

@@ -7,7 +7,7 @@ request from outside) travel in the same vector.
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 __all__ = ["Decision", "Wishes", "decide"]
 
@@ -23,6 +23,8 @@ class Wishes:
         save: ``Checkpointer.save()`` was called.
         stop: ``Checkpointer.stop()`` was called.
         redo: The last save's copy was dropped and has to be made again.
+        rescue: The newest generation is gone from the disk.
+        taken: Another job has the run directory.
     """
 
     stop_signal: int = 0
@@ -31,10 +33,12 @@ class Wishes:
     save: int = 0
     stop: int = 0
     redo: int = 0
+    rescue: int = 0
+    taken: int = 0
 
     def encode(self) -> list[int]:
         """Return the numbers in a fixed order."""
-        return [self.stop_signal, self.stop_age_ms, self.usr1, self.save, self.stop, self.redo]
+        return list(astuple(self))
 
     @classmethod
     def decode(cls, numbers: list[int]) -> Wishes:
@@ -96,6 +100,8 @@ def decide(
         reasons.append("stop")
     if agreed.redo:
         reasons.append("redo")
+    if agreed.rescue:
+        reasons.append("rescue")
     if is_last:
         reasons.append("last")
     stops = is_last or bool(agreed.stop_signal or agreed.stop)

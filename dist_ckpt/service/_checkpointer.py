@@ -15,7 +15,8 @@ from dist_ckpt.capture import Captured
 from dist_ckpt.errors import UsageError
 from dist_ckpt.generations import Retention
 from dist_ckpt.resume import Resumed
-from dist_ckpt.service._session import Session, Trainer, open_session
+from dist_ckpt.service._opening import Trainer, open_session
+from dist_ckpt.service._session import Session
 from dist_ckpt.service._settings import Export, Reduce, Resume, Settings, SigUsr1
 
 __all__ = ["RUN_DIR_VARIABLE", "Checkpointer"]

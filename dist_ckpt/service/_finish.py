@@ -12,7 +12,7 @@ from dist_ckpt.generations import is_bad_bytes, plan_bins, plan_retention
 from dist_ckpt.resume_point import shard_name, state_name
 from dist_ckpt.service._job import Saves
 
-__all__ = ["Finished", "catch_up", "finish_generation", "tidy"]
+__all__ = ["Finished", "catch_up", "finish_generation", "retire", "tidy"]
 
 
 #: What became of a generation that was to be read back.
@@ -70,15 +70,16 @@ def _conclude(saves: Saves, step: int, verdicts: list[list[str]]) -> Finished:
     """Rank 0: mark the generation, set it aside, or leave it."""
     store = saves.store
     told = {str(rank): text for rank, (_, text) in enumerate(verdicts) if text}
+    why = "; ".join(f"rank {rank}: {text}" for rank, text in told.items())
     kinds = {kind for kind, _ in verdicts}
     if "faulty" in kinds:
         where = store.set_aside(step, f"faulty_{step:06d}")
         saves.journal("faulty", step=step, errors=told, moved_to=where.parent.name)
-        saves.warn(f"step {step} didn't read back whole and was set aside: {told}")
+        saves.warn(f"step {step} didn't read back whole and was set aside: {why}")
         return "faulty"
     if "left" in kinds:
         saves.journal("verify_left", step=step, reasons=told)
-        saves.warn(f"step {step} is committed; the next start reads it back: {told}")
+        saves.warn(f"step {step} is committed; the next start reads it back: {why}")
         return "left"
     store.mark_verified(step, "read back")
     saves.journal("verified", step=step)
@@ -91,10 +92,15 @@ def tidy(saves: Saves, step: int) -> None:
         return  # the next start makes up for it
     if saves.settings.export != "never":
         _export(saves, step)
+    retire(saves)
+
+
+def retire(saves: Saves) -> None:
+    """Rank 0: remove what retention lets go. Faults are said, not raised."""
     try:
         _retire(saves)
     except (DistCkptError, OSError) as error:
-        saves.journal("retire_failed", step=step, error=str(error))
+        saves.journal("retire_failed", error=str(error))
         saves.warn(f"old generations could not be retired: {error}")
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import xxhash
 
@@ -29,11 +29,15 @@ from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.service._settings import Settings
 from dist_ckpt.staging import Writable
 
-__all__ = ["Job", "Outcome", "Saves", "run_job"]
+__all__ = ["Job", "Outcome", "Saves", "Told", "run_job", "told"]
+
+#: What happened on a rank, and what to do about it.
+Told: TypeAlias = tuple[str, str]
 
 #: What reading back costs beside writing (facts.md); only used to tell whether the deadline leaves
 #: time for it.
 _VERIFY_SHARE = 0.8
+_UNTOUCHED = "Earlier generations are untouched; the next save tries again."
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Job:
     reasons: tuple[str, ...]
     staged: Writable | None
     layout: Layout
-    fault: str | None
+    fault: Told | None
     index: bytes
     deadline: float | None
     point: Callable[[Mapping[str, Any], Mapping[str, Any]], ResumePoint]
@@ -142,7 +146,7 @@ def _first_report(saves: Saves, job: Job) -> bytes:
         try:
             job.staged.wait(saves.settings.timeout_secs)
         except Exception as error:  # noqa: BLE001 - told to every rank
-            fault = _told(error)
+            fault = told(error)
     num_bytes = job.staged.num_bytes if job.staged else 0
     return json.dumps({"error": fault, "num_bytes": num_bytes}).encode()
 
@@ -156,6 +160,7 @@ def _prepare(saves: Saves, job: Job, reports: list[bytes]) -> bytes:
         need = sum(p["num_bytes"] for p in parsed) + len(job.index) + (1 << 20)
         canonical = job.layout.canonical
         exports = saves.settings.export != "never" and canonical.refused is None
+        exports &= job.deadline is None  # a stop saves what it can: the next start makes the .bin
         if exports and (saves.settings.export_copy or not canonical.is_shard):
             need += 8 + 12 * canonical.num_params
         try:
@@ -163,23 +168,27 @@ def _prepare(saves: Saves, job: Job, reports: list[bytes]) -> bytes:
             storage.check_space(saves.store.run_dir, need, saves.settings.reserve_bytes)
             directory = saves.store.prepare(job.step, job.id[:8]).name
         except Exception as error:  # noqa: BLE001 - told to every rank
-            errors["0"] = _told(error)
+            errors["0"] = told(error)
     return json.dumps({"errors": errors, "directory": directory}).encode()
 
 
-def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, DistCkptError) else f"{type(error).__name__}: {error}"
+def told(error: Exception) -> Told:
+    """Return what went wrong on a rank as all ranks are told: what happened, and what to do."""
+    if isinstance(error, DistCkptError):
+        return error.message, error.next_step
+    return f"{type(error).__name__}: {error}", ""
 
 
 def _write(saves: Saves, job: Job, directory: Path) -> bytes:
     """Write and sync this rank's files; return its report: digests, or what went wrong."""
     if job.staged is None:
-        return json.dumps({"error": job.fault or "nothing was staged", "files": {}}).encode()
+        fault = job.fault or ("nothing was staged", "")
+        return json.dumps({"error": fault, "files": {}}).encode()
     try:
         written = job.staged.write(directory, saves.comm.rank)
         storage.sync_dir(directory)
     except Exception as error:  # noqa: BLE001 - told to every rank
-        return json.dumps({"error": _told(error), "files": {}}).encode()
+        return json.dumps({"error": told(error), "files": {}}).encode()
     files = {name: digest.to_json() for name, digest in written.files.items()}
     return json.dumps({"error": None, "files": files, "content": written.content}).encode()
 
@@ -205,7 +214,7 @@ def _commit(
             saves.check_lock()
             saves.store.commit(temporary, point, job.index)
         except Exception as error:  # noqa: BLE001 - told to every rank
-            errors["0"] = _told(error)
+            errors["0"] = told(error)
         else:
             took = time.monotonic() - started
             finish = _leaves_time(job, took)
@@ -248,12 +257,16 @@ def _leaves_time(job: Job, took: float) -> bool:
     return job.deadline is None or time.monotonic() + took * _VERIFY_SHARE < job.deadline
 
 
-def _raise_errors(job: Job, errors: Mapping[str, str]) -> None:
-    if errors:
-        text = "; ".join(f"rank {rank}: {error}" for rank, error in errors.items())
-        raise SaveFailedError(
-            f"Step {job.step} was not saved. {text}",
-            next_step="Earlier generations are untouched; the next save tries again.",
-            step=job.step,
-            cause=dict(errors),
-        )
+def _raise_errors(job: Job, errors: Mapping[str, Told]) -> None:
+    if not errors:
+        return
+    text = "; ".join(f"rank {rank}: {what.removesuffix('.')}" for rank, (what, _) in errors.items())
+    hints = dict.fromkeys(hint for _, hint in errors.values() if hint)
+    raise SaveFailedError(
+        f"Step {job.step} was not saved. {text}.",
+        next_step=" ".join(
+            [*hints, "Earlier generations are untouched; the next save tries again."]
+        ),
+        step=job.step,
+        cause={rank: what for rank, (what, _) in errors.items()},
+    )

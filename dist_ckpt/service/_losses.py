@@ -125,7 +125,7 @@ class Losses:
         if self._was_refused:
             raise StorageError(
                 f"{len(self._unwritten)} losses could not be written to the history.",
-                next_step="Make room on the disk; the next save tries again.",
+                next_step="Make room on the disk.",
                 operation="append",
             )
         self._history.sync()

@@ -16,8 +16,8 @@ from typing import Any
 from dist_ckpt.capture import Captured
 from dist_ckpt.errors import DistCkptError, SaveFailedError
 from dist_ckpt.resume_point import ResumePoint
-from dist_ckpt.service._finish import catch_up, finish_generation
-from dist_ckpt.service._job import Job, Saves, run_job
+from dist_ckpt.service._finish import catch_up, finish_generation, retire
+from dist_ckpt.service._job import Job, Saves, Told, run_job, told
 from dist_ckpt.service._plans import Plan, Planner
 from dist_ckpt.service._worker import Ticket, Worker
 from dist_ckpt.slices import TensorSpec
@@ -46,6 +46,7 @@ class Saver:
         captured: The live objects.
         subject: Facts for the resume points.
         parent: ``{"step", "id", "content"}`` of the resume point that this attempt started from.
+        idle: Called now and then on the background thread while there is nothing to save.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class Saver:
         captured: Captured,
         subject: Subject,
         parent: Mapping[str, Any] | None,
+        *,
+        idle: Callable[[], None] | None = None,
     ) -> None:
         self._saves = saves
         self._staging = staging
@@ -64,7 +67,8 @@ class Saver:
         self._committed_step = parent["step"] if parent else None
         self._counter = 0
         self._planner = Planner(captured, saves.comm)
-        self._worker = Worker(self._report, limit_secs=2 * saves.settings.timeout_secs)
+        limit_secs = 2 * saves.settings.timeout_secs
+        self._worker = Worker(self._report, limit_secs, idle)
         self.take_failure = self._worker.take_failure
 
     # Training thread
@@ -74,6 +78,20 @@ class Saver:
         layout = self._planner.predict()
         if layout is not None:
             self._staging.adopt(layout.ranks[self._saves.comm.rank])
+
+    @property
+    def committed_step(self) -> int | None:
+        """The step of the newest generation as this rank knows it. Any thread."""
+        return self._committed_step
+
+    def forget_committed(self) -> None:
+        """The newest generation is gone from the disk: its step has to be saved again. Rank 0."""
+        self._committed_step = None
+
+    def make_room(self) -> None:
+        """Retire what retention lets go already; while nothing is being saved."""
+        if self._saves.comm.rank == 0:
+            retire(self._saves)
 
     def settle(self) -> bool:
         """At a boundary: return whether the last save's copy stands (always, without overlap)."""
@@ -136,13 +154,14 @@ class Saver:
         save_id = self._save_id(step)
         specs: list[TensorSpec] = []
         staged: Writable | None = None
-        fault, shared = None, None
+        fault: Told | None = None
+        shared = None
         try:
             tensors = self._captured.tensors()
             shared = self._captured.shared_values()
             specs = [item.spec for item in tensors]
         except Exception as error:  # noqa: BLE001 - told to every rank through the job
-            fault = f"capture: {error}"
+            fault = _during("capture", error)
         plan = self._planner.plan(specs)
         if fault is None:
             values = RankValues(
@@ -155,7 +174,7 @@ class Saver:
             try:
                 staged = self._staging.stage(plan.layout, tensors, values, may_overlap=may_overlap)
             except Exception as error:  # noqa: BLE001 - told to every rank through the job
-                fault = f"staging: {error}"
+                fault = _during("staging", error)
         job = Job(
             step=step,
             id=save_id,
@@ -255,3 +274,8 @@ def _not_whole(step: int) -> SaveFailedError:
         next_step="It is in archive/ now; look at the disk. Earlier generations are untouched.",
         step=step,
     )
+
+
+def _during(phase: str, error: Exception) -> Told:
+    what, hint = told(error)
+    return f"{phase}: {what}", hint

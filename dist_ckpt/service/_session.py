@@ -4,134 +4,27 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
-
-import torch
+from dataclasses import replace
 
 from dist_ckpt import announce
-from dist_ckpt.capture import Captured
-from dist_ckpt.comm import Comm, connect
+from dist_ckpt.comm import Comm
+from dist_ckpt.errors import DistCkptError, LockedError, SaveFailedError
 from dist_ckpt.resume import Resumed
-from dist_ckpt.service._attempt import Attempt, open_attempt
+from dist_ckpt.service._attempt import Attempt
 from dist_ckpt.service._boundary import Decision, Wishes, decide
-from dist_ckpt.service._job import Saves
+from dist_ckpt.service._keeper import Keeper
 from dist_ckpt.service._losses import Losses
-from dist_ckpt.service._resuming import Start, start_run
-from dist_ckpt.service._saver import Saver, Subject
+from dist_ckpt.service._saver import Saver
 from dist_ckpt.service._settings import Settings
 from dist_ckpt.service._voice import Voice
-from dist_ckpt.service._witness import Witness, call_witness
+from dist_ckpt.service._witness import Witness
 from dist_ckpt.signals import SignalWatch
-from dist_ckpt.staging import CudaStreams, Overlap, Staging
 
-__all__ = ["Session", "Trainer", "open_session"]
+__all__ = ["Session"]
 
-
-@dataclass(frozen=True)
-class Trainer:
-    """The user's side of a session: live objects and settings.
-
-    Attributes:
-        run_dir: The run directory.
-        captured: The live objects.
-        settings: What the user set.
-        optimizers: Those that a copy from the GPU has to be fenced against.
-        data: The data, for their identity.
-        generators: The user's generators, by name.
-        given: Everything that was given to be kept, for a proof that asks what wasn't.
-    """
-
-    run_dir: Path
-    captured: Captured
-    settings: Settings
-    optimizers: Sequence[torch.optim.Optimizer]
-    data: Any
-    generators: Mapping[str, Any]
-    given: Sequence[Any] = ()
-
-
-def open_session(trainer: Trainer) -> Session:
-    """Return a run that is locked, cleaned and restored, but for random state. Collective."""
-    comm = connect(trainer.settings.timeout_secs)
-    watch = SignalWatch(trainer.settings.signals)
-    watch.install()
-    announce.announce(comm.rank)
-    try:
-        return _open(trainer, comm, watch)
-    except BaseException:
-        announce.withdraw(comm.rank)
-        watch.uninstall()
-        comm.close()
-        raise
-
-
-def _open(trainer: Trainer, comm: Comm, watch: SignalWatch) -> Session:
-    attempt = open_attempt(trainer.run_dir, comm)
-    voice = Voice(attempt.name, comm.rank)
-    attempt.warn = voice.warn
-    try:
-        start = start_run(
-            attempt,
-            comm,
-            trainer.captured,
-            trainer.settings,
-            voice=voice,
-            data=trainer.data,
-            generators=trainer.generators,
-        )
-        mean = trainer.settings.reduce == "mean"
-        losses = Losses(attempt.history, comm, voice.warn, mean=mean)
-        saver = _build_saver(
-            trainer, attempt=attempt, comm=comm, start=start, losses=losses, voice=voice
-        )
-        witness = call_witness(trainer, comm, start.resumed)
-    except BaseException as error:
-        attempt.journal("attempt_failed", error=str(error))
-        attempt.close()
-        raise
-    return Session(
-        settings=trainer.settings,
-        comm=comm,
-        watch=watch,
-        attempt=attempt,
-        saver=saver,
-        losses=losses,
-        voice=voice,
-        resumed=start.resumed,
-        witness=witness,
-    )
-
-
-def _build_saver(
-    trainer: Trainer, *, attempt: Attempt, comm: Comm, start: Start, losses: Losses, voice: Voice
-) -> Saver:
-    saves = Saves(
-        comm=comm,
-        store=attempt.store,
-        journal=attempt.journal,
-        sync_history=losses.sync,
-        check_lock=attempt.check_lock,
-        settings=trainer.settings,
-        say=voice.say,
-        warn=voice.warn,
-    )
-    overlap = None
-    on_device = any(p.is_cuda for p in trainer.captured.parameters().values())
-    if on_device and trainer.captured.only_steps_change_weights():
-        overlap = Overlap(trainer.optimizers, CudaStreams())
-    subject = Subject(attempt.name, attempt.number, attempt.nonce, start.identity)
-    saver = Saver(saves, Staging(overlap, warn=voice.warn), trainer.captured, subject, start.parent)
-    try:
-        saver.predict()
-        if start.resumed is not None:
-            saver.tidy_start(start.resumed.step, unverified=start.unverified)
-    except BaseException:
-        saver.close()
-        raise
-    return saver
+#: Between two tries of the last save; each pause is twice the one before.
+_FIRST_PAUSE_SECS = 0.5
+_LONGEST_PAUSE_SECS = 4.0
 
 
 class Session:
@@ -154,6 +47,7 @@ class Session:
         losses: Losses,
         voice: Voice,
         resumed: Resumed | None,
+        keeper: Keeper | None = None,
         witness: Witness | None = None,
     ) -> None:
         self._settings = settings
@@ -164,6 +58,8 @@ class Session:
         self._attempt = attempt
         self._saver = saver
         self._voice = voice
+        self._keeper = keeper
+        self._taken: LockedError | None = None
         self._usr1_pending = 0
         self._wants_save = False
         self._wants_stop = False
@@ -187,12 +83,17 @@ class Session:
         Raises:
             SaveFailedError: The last save failed.
             JobError: The ranks lost each other.
+            LockedError: Another job has taken the run directory.
         """
         if self._witness is not None and not is_start:
             self._witness.step(self.step, self.losses.own(self.step))
         if self._stop_at is not None and self.step >= self._stop_at:
             self.ask_stop()
-        agreed = self._agree(f"boundary of step {self.step}", redo=not self._saver.settle())
+        is_rescue = self._keep()
+        redo = not self._saver.settle()
+        agreed = self._agree(f"boundary of step {self.step}", redo=redo, rescue=is_rescue)
+        if agreed.taken:
+            raise self._taken or _taken_elsewhere()
         decision = decide(
             agreed,
             step=self.step,
@@ -211,10 +112,28 @@ class Session:
         if decision.reasons:
             self._checkpoint(decision, agreed, deadline)
         if decision.stops:
-            self._finish(agreed, deadline)
+            self._finish(agreed, decision, deadline)
         return decision.stops
 
-    def _agree(self, phase: str, *, redo: bool = False) -> Wishes:
+    def _keep(self) -> bool:
+        """Rank 0: make again what of the run directory is gone; return whether a save must too."""
+        if self._keeper is None:
+            return False
+        try:
+            is_rescue = self._keeper.mend()
+        except LockedError as error:
+            self._give_up(error)
+            return False
+        if is_rescue:
+            self._saver.forget_committed()
+        return is_rescue
+
+    def _give_up(self, error: LockedError) -> None:
+        # From here on not a byte may be written: the files are another job's.
+        self._taken = error
+        self._attempt.abandon()
+
+    def _agree(self, phase: str, *, redo: bool = False, rescue: bool = False) -> Wishes:
         watch = self._watch
         self._usr1_pending += watch.take_usr1()
         age_ms = 0
@@ -227,6 +146,8 @@ class Session:
             save=int(self._wants_save),
             stop=int(self._wants_stop),
             redo=int(redo),
+            rescue=int(rescue),
+            taken=int(self._taken is not None),
         )
         return Wishes.decode(self._comm.agree(mine.encode(), phase=phase))
 
@@ -245,7 +166,7 @@ class Session:
         may_overlap = not (decision.stops or agreed.redo)
         self._saver.save(self.step, decision.reasons, deadline=deadline, may_overlap=may_overlap)
 
-    def _finish(self, agreed: Wishes, deadline: float | None) -> None:
+    def _finish(self, agreed: Wishes, decision: Decision, deadline: float | None) -> None:
         if agreed.stop_signal:
             self.stopped = signal.Signals(agreed.stop_signal).name
         elif agreed.stop:
@@ -253,10 +174,44 @@ class Session:
         if self._witness is not None:
             self._witness.end(self.step, self.stopped)
         self._saver.wait_done(deadline)
-        if (failure := self._saver.take_failure()) is not None:
+        if (failure := self._insist(decision.reasons, deadline)) is not None:
             raise failure
         if self.stopped:
             self._voice.say(f"stopped at step {self.step} by {self.stopped}")
+
+    def _insist(self, reasons: tuple[str, ...], deadline: float | None) -> DistCkptError | None:
+        """Try the last save again while a stop leaves time for it; return why it still fails.
+
+        There may be room again, or the directory. What isn't saved now is lost.
+        """
+        ends = deadline or time.monotonic() + self._settings.deadline_secs
+        pause = _FIRST_PAUSE_SECS
+        failure = self._saver.take_failure()
+        while self._comm.agree([self._is_worth_another(failure, ends - pause)])[0]:
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECS)
+            self._voice.say(f"step {self.step}: the save is tried again")
+            self._saver.make_room()
+            self.losses.flush()
+            self._saver.save(self.step, reasons, deadline=deadline)
+            self._saver.wait_done(deadline)
+            failure = self._saver.take_failure()
+        return failure
+
+    def _is_worth_another(self, failure: DistCkptError | None, ends: float) -> bool:
+        """Rank 0: return whether the last save isn't there, and may be within the time."""
+        is_undone = isinstance(failure, SaveFailedError) and "cause" in failure.values
+        if self._comm.rank != 0 or not is_undone or time.monotonic() >= ends:
+            return False
+        try:
+            if self._keeper is not None:
+                self._keeper.mend(look=True)
+            return not self._attempt.store.has(self.step)
+        except LockedError as error:
+            self._give_up(error)
+            return False
+        except DistCkptError:
+            return True
 
     def ask_save(self) -> None:
         """Want a checkpoint at this step's boundary."""
@@ -313,7 +268,8 @@ class Session:
         failure: BaseException | None = None
         try:
             self.losses.drop_after(self.step)
-            self.losses.flush()
+            if self._taken is None:
+                self.losses.flush()
         except Exception as caught:  # noqa: BLE001 - told below, after the save has come to its end
             failure = caught
         try:
@@ -339,3 +295,10 @@ class Session:
             announce.withdraw(self._comm.rank, stopped=self.stopped is not None and not wrong)
             self._watch.uninstall()
             self._comm.close()
+
+
+def _taken_elsewhere() -> LockedError:
+    return LockedError(
+        "Rank 0 has lost the run directory to another job.",
+        next_step="Look at rank 0's error, which names it.",
+    )

@@ -6,6 +6,8 @@ import contextlib
 import logging
 import sys
 
+from dist_ckpt.errors import tidy
+
 __all__ = ["Voice"]
 
 _LOGGER = logging.getLogger("dist_ckpt")
@@ -33,6 +35,7 @@ class Voice:
     def _log(self, level: int, text: str) -> None:
         if not self._on:
             return
+        text = tidy(text)
         # Nobody may be listening any more (a closed terminal, a pipe whose reader ended, a full
         # disk under a log). A notice must never cost a save or end training; the journal has it.
         with contextlib.suppress(OSError, ValueError):

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 
 from dist_ckpt.errors import DistCkptError, JobError, SaveFailedError
 
-__all__ = ["Ticket", "Worker"]
+__all__ = ["IDLE_SECS", "Ticket", "Worker"]
+
+IDLE_SECS = 5.0
 
 
 @dataclass
@@ -35,11 +37,18 @@ class Worker:
     Args:
         report: Told each failure on the background thread, to say and journal it.
         limit_secs: How long a wait may last.
+        idle: Called every ``IDLE_SECS`` while there is nothing to do.
     """
 
-    def __init__(self, report: Callable[[DistCkptError], None], limit_secs: float) -> None:
+    def __init__(
+        self,
+        report: Callable[[DistCkptError], None],
+        limit_secs: float,
+        idle: Callable[[], None] | None = None,
+    ) -> None:
         self._report = report
         self._limit_secs = limit_secs
+        self._idle = idle
         self._current: Ticket | None = None
         self._failure: DistCkptError | None = None
         self._lock = threading.Lock()
@@ -106,8 +115,16 @@ class Worker:
                     phase="save",
                 )
 
+    def _next(self) -> Ticket | None:
+        while self._idle is not None:
+            with contextlib.suppress(queue.Empty):
+                return self._queue.get(timeout=IDLE_SECS)
+            with contextlib.suppress(Exception):  # looking must not end the thread that saves
+                self._idle()
+        return self._queue.get()
+
     def _serve(self) -> None:
-        while (ticket := self._queue.get()) is not None:
+        while (ticket := self._next()) is not None:
             try:
                 ticket.work(ticket)
             except DistCkptError as error:

@@ -13,6 +13,7 @@ from dist_ckpt.storage._digest import FileDigest, digest_bytes
 from dist_ckpt.storage._link import link_or_copy
 from dist_ckpt.storage._lock import RunLock, lock_holder
 from dist_ckpt.storage._names import (
+    device_of,
     exists,
     file_size,
     is_dir,
@@ -44,6 +45,7 @@ __all__ = [
     "Segment",
     "StreamWriter",
     "check_space",
+    "device_of",
     "digest_bytes",
     "exists",
     "file_size",

@@ -8,10 +8,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from dist_ckpt.errors import StorageError, UsageError
-from dist_ckpt.storage._files import progress, require_regular
+from dist_ckpt.storage._files import fill, progress, require_regular
 from dist_ckpt.storage._guard import guard, named
 from dist_ckpt.storage._names import sync_dir
 from dist_ckpt.storage._ops import get_ops
+from dist_ckpt.storage._small import replace_durable
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -99,6 +100,44 @@ class AppendFile:
         with guard("truncate", self.path):
             get_ops().ftruncate(self._open_fd(), size_bytes)
         self._size = size_bytes
+
+    def has_its_name(self) -> bool:
+        """Return whether ``path`` still leads to this file. Any thread."""
+        with self._closing:
+            fd = self._open_fd()
+            with guard("look at", self.path):
+                own = get_ops().fstat(fd)
+        try:
+            there = get_ops().lstat(self.path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise named(error, "look at", self.path) from error
+        return (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino)
+
+    def revive(self) -> None:
+        """Return when ``path`` durably names all that was appended, in a new file if need be.
+
+        For a name that was taken away: the bytes are still there for whoever has the file open.
+        What lies at ``path`` is replaced at once. Not beside an append.
+
+        Raises:
+            StorageError: The system refused; the file is as it was.
+        """
+        if self.has_its_name():
+            return
+        data = bytearray(self._size)
+        if data:
+            fill(self._open_fd(), [memoryview(data)], 0, self.path)
+        replace_durable(self.path, data)
+        with self._closing:
+            ops = get_ops()
+            with guard("open", self.path):
+                fd = ops.open(self.path, _OPEN)
+            before, self._fd = self._fd, fd
+            if before is not None:
+                with suppress(OSError):  # of the file without a name
+                    ops.close(before)
 
     def sync(self) -> None:
         """Return when all that was appended before the call is durable.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from filelock import FileLock, Timeout
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from dist_ckpt.storage._types import Path
 
 _HOLDER_LIMIT_BYTES: Final = 64 * 2**10
+#: What stands in the holder's text for programs alone.
+_FOR_PROGRAMS: Final = frozenset({"start_time", "launch_id"})
 _POLL_SECS: Final = 0.02
 # `lock_holder` of another process takes a shared lock for an instant. A trainer that starts just
 # then must not be turned away by it.
@@ -41,7 +45,10 @@ class RunLock:
         self.path: str = os.fspath(path)
         self._holder = b""
         self._inode: tuple[int, int] | None = None
-        self._lock = FileLock(
+        self._lock = self._new()
+
+    def _new(self) -> FileLock:
+        return FileLock(
             self.path,
             timeout=0,
             mode=0o600,
@@ -79,6 +86,26 @@ class RunLock:
             except BaseException:
                 self._inode = None
                 raise
+
+    def retake(self) -> None:
+        """Return when this object holds the file that ``path`` names now, as it held the old one.
+
+        For a lock file that was removed or replaced while it was held. That the directory is still
+        the holder's own is for the caller to know: another one may have come and gone meanwhile.
+
+        Raises:
+            LockedError: Somebody else holds it; this object holds what it held.
+            StorageError: The system refused; likewise.
+        """
+        before, inode = self._lock, self._inode
+        self._lock, self._inode = self._new(), None
+        try:
+            self.acquire(json.loads(self._holder))
+        except BaseException:
+            self._lock, self._inode = before, inode
+            raise
+        with guard("unlock", self.path):
+            before.release()
 
     def release(self) -> None:
         """Return when the lock is free. Does nothing where it isn't held."""
@@ -148,19 +175,42 @@ def _read_holder(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def _locked(path: str, holder: dict[str, Any] | None) -> LockedError:
-    facts = ", ".join(f"{key} {value}" for key, value in (holder or {}).items())
     return LockedError(
-        f"{os.path.dirname(path) or '.'} is in use by another process ({facts or 'unnamed'}).",
+        f"{os.path.dirname(path) or '.'} is in use by another process "
+        f"({_who(holder or {}) or 'unnamed'}).",
         next_step="Stop that one, or choose another run directory.",
         path=path,
         holder=holder,
     )
 
 
+def _who(holder: Mapping[str, Any]) -> str:
+    """Return the holder in words; what tells a person nothing is left to the error's ``holder``."""
+    told = {key: value for key, value in holder.items() if key not in _FOR_PROGRAMS}
+    started = told.get("started")
+    if isinstance(started, int | float):
+        told["started"] = _when(float(started))
+    return ", ".join(f"{key} {value}" for key, value in told.items() if value is not None)
+
+
+def _when(moment: float) -> str:
+    """Return a time with its zone, and how long ago that is."""
+    try:
+        text = datetime.fromtimestamp(moment).astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
+    except (OverflowError, OSError, ValueError):
+        return str(moment)
+    minutes, secs = divmod(max(0, int(time.time() - moment)), 60)
+    days, hours, minutes = minutes // 1440, minutes // 60 % 24, minutes % 60
+    parts = [(days, "d"), (hours, "h"), (minutes, "min"), (secs, "s")]
+    first = next((number for number, (count, _) in enumerate(parts) if count), len(parts) - 1)
+    age = " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2] if count)
+    return f"{text} ({age or '0 s'} ago)"
+
+
 def _lost(path: str, what: str, holder: dict[str, Any] | None = None) -> LockedError:
     return LockedError(
         f"The lock {path} {what} while this process trains: another one may have started.",
-        next_step="Stop both, and start one again.",
+        next_step="Where nobody else has it, this process takes it again.",
         path=path,
         holder=holder,
     )

@@ -191,6 +191,17 @@ def lstat(path: Path) -> os.stat_result:
         return get_ops().lstat(path)
 
 
+def device_of(path: Path) -> int:
+    """Return the number of the file system on which ``path`` leads to something.
+
+    Raises:
+        NotFoundError: No such name, or a symbolic link that leads nowhere.
+        StorageError: The system refused.
+    """
+    with guard("look at", path):
+        return get_ops().stat(path).st_dev
+
+
 def file_size(path: Path) -> int:
     """Return the size in bytes of a regular file.
 

@@ -72,7 +72,7 @@ def test_a_full_disk_at_any_write_of_a_save_costs_that_save_and_nothing_else(
 
 def test_the_disk_is_looked_at_before_anything_is_written(tmp_path: Path) -> None:
     """Case 4: space is checked beforehand; `reserve_bytes` more than any disk has."""
-    options = _options(tmp_path, settings={"reserve_bytes": 2**60})
+    options = _options(tmp_path, settings={"reserve_bytes": 2**60, "deadline_secs": 0.1})
     watch = Fault("*", "*/.tmp-*", times=None)
     with Job(options, faults={0: [watch]}) as job:
         assert job.wait() == [1]
@@ -98,7 +98,7 @@ def test_a_failed_last_save_ends_with_a_status_and_an_earlier_one_does_not(
     tmp_path: Path,
 ) -> None:
     """Case 44: a failed save is journalled and said; the exit status tells if it was the last."""
-    options = _options(tmp_path / "last")
+    options = _options(tmp_path / "last", settings={"deadline_secs": 0.1})
     last = Fault("pwrite", "*.shard", nth=3, times=None, error="EIO")
     with Job(options, faults={0: [last]}) as job:
         assert job.wait() == [1]

@@ -1,0 +1,150 @@
+"""From the user's arguments to a run under way: connected, locked, restored. Layer 6."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dist_ckpt import announce
+from dist_ckpt.capture import Captured
+from dist_ckpt.comm import Comm, connect
+from dist_ckpt.service._attempt import Attempt, open_attempt
+from dist_ckpt.service._job import Saves
+from dist_ckpt.service._keeper import Keeper
+from dist_ckpt.service._losses import Losses
+from dist_ckpt.service._resuming import Start, start_run
+from dist_ckpt.service._saver import Saver, Subject
+from dist_ckpt.service._session import Session
+from dist_ckpt.service._settings import Settings
+from dist_ckpt.service._voice import Voice
+from dist_ckpt.service._witness import call_witness
+from dist_ckpt.signals import SignalWatch
+from dist_ckpt.staging import CudaStreams, Overlap, Staging
+
+__all__ = ["Trainer", "open_session"]
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """The user's side of a session: live objects and settings.
+
+    Attributes:
+        run_dir: The run directory.
+        captured: The live objects.
+        settings: What the user set.
+        optimizers: Those that a copy from the GPU has to be fenced against.
+        data: The data, for their identity.
+        generators: The user's generators, by name.
+        given: Everything that was given to be kept, for a proof that asks what wasn't.
+    """
+
+    run_dir: Path
+    captured: Captured
+    settings: Settings
+    optimizers: Sequence[torch.optim.Optimizer]
+    data: Any
+    generators: Mapping[str, Any]
+    given: Sequence[Any] = ()
+
+
+def open_session(trainer: Trainer) -> Session:
+    """Return a run that is locked, cleaned and restored, but for random state. Collective."""
+    comm = connect(trainer.settings.timeout_secs)
+    watch = SignalWatch(trainer.settings.signals)
+    watch.install()
+    announce.announce(comm.rank)
+    try:
+        return _open(trainer, comm, watch)
+    except BaseException:
+        announce.withdraw(comm.rank)
+        watch.uninstall()
+        comm.close()
+        raise
+
+
+def _open(trainer: Trainer, comm: Comm, watch: SignalWatch) -> Session:
+    attempt = open_attempt(trainer.run_dir, comm)
+    voice = Voice(attempt.name, comm.rank)
+    attempt.warn = voice.warn
+    try:
+        start = start_run(
+            attempt,
+            comm,
+            trainer.captured,
+            trainer.settings,
+            voice=voice,
+            data=trainer.data,
+            generators=trainer.generators,
+        )
+        mean = trainer.settings.reduce == "mean"
+        losses = Losses(attempt.history, comm, voice.warn, mean=mean)
+        keeper = Keeper(attempt, voice.warn) if comm.rank == 0 else None
+        saver = _build_saver(
+            trainer, attempt, comm, start, losses=losses, voice=voice, keeper=keeper
+        )
+        if keeper is not None:
+            keeper.newest = lambda: saver.committed_step
+        witness = call_witness(trainer, comm, start.resumed)
+    except BaseException as error:
+        attempt.journal("attempt_failed", error=str(error))
+        attempt.close()
+        raise
+    return Session(
+        settings=trainer.settings,
+        comm=comm,
+        watch=watch,
+        attempt=attempt,
+        saver=saver,
+        losses=losses,
+        voice=voice,
+        resumed=start.resumed,
+        keeper=keeper,
+        witness=witness,
+    )
+
+
+def _build_saver(
+    trainer: Trainer,
+    attempt: Attempt,
+    comm: Comm,
+    start: Start,
+    *,
+    losses: Losses,
+    voice: Voice,
+    keeper: Keeper | None,
+) -> Saver:
+    saves = Saves(
+        comm=comm,
+        store=attempt.store,
+        journal=attempt.journal,
+        sync_history=losses.sync,
+        check_lock=attempt.check_lock,
+        settings=trainer.settings,
+        say=voice.say,
+        warn=voice.warn,
+    )
+    overlap = None
+    on_device = any(p.is_cuda for p in trainer.captured.parameters().values())
+    if on_device and trainer.captured.only_steps_change_weights():
+        overlap = Overlap(trainer.optimizers, CudaStreams())
+    subject = Subject(attempt.name, attempt.number, attempt.nonce, start.identity)
+    saver = Saver(
+        saves,
+        Staging(overlap, warn=voice.warn),
+        trainer.captured,
+        subject,
+        start.parent,
+        idle=keeper.look if keeper is not None else None,
+    )
+    try:
+        saver.predict()
+        if start.resumed is not None:
+            saver.tidy_start(start.resumed.step, unverified=start.unverified)
+    except BaseException:
+        saver.close()
+        raise
+    return saver
