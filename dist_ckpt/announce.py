@@ -38,6 +38,7 @@ __all__ = [
     "launch_id",
     "process_alive",
     "process_start_time",
+    "process_suspended",
     "read_all_announcements",
     "read_announcements",
     "request_stop",
@@ -199,15 +200,24 @@ def announcement_lock(directory: Path) -> Iterator[None]:
 
 def process_start_time(pid: int) -> int | None:
     """Return a process's start in clock ticks since boot; None where none lives under the pid."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    # The command may hold blanks and parentheses: the numbers begin behind the last one.
-    fields = text[text.rfind(")") + 1 :].split()
+    fields = _stat_fields(pid)
     if len(fields) <= _START_TIME_FIELD or fields[_STATE_FIELD] in {"Z", "X", "x"}:
         return None
     return int(fields[_START_TIME_FIELD])
+
+
+def process_suspended(pid: int) -> bool:
+    """Return whether the process was stopped, by SIGSTOP say or a debugger, and waits for more."""
+    return _stat_fields(pid)[:1] in (["T"], ["t"])
+
+
+def _stat_fields(pid: int) -> list[str]:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    # The command may hold blanks and parentheses: the numbers begin behind the last one.
+    return text[text.rfind(")") + 1 :].split()
 
 
 def process_alive(pid: int, start_time: int) -> bool:

@@ -112,7 +112,9 @@ def _facts(found: Status) -> list[tuple[str, str]]:
         committed = f"step {found.committed_step}, {ago(found.committed_age_secs)}; " + (
             "none verified yet" if verified is None else f"verified: step {verified}"
         )
-    facts = [("committed", committed)]
+    elif found.damaged:
+        committed = "none that can be used"
+    facts = [("committed", committed), *_troubles(found)]
     if found.lost_steps is not None:
         verb = "lost now" if found.is_alive else "lost"
         time_ = "" if found.lost_secs is None else f", {duration(found.lost_secs)}"
@@ -126,6 +128,21 @@ def _facts(found: Status) -> list[tuple[str, str]]:
         one = "" if found.fitting is None else size(found.generation_bytes)
         facts.append(("disk", f"{size(found.free_bytes)} free{fits}{one}"))
     return facts
+
+
+def _troubles(found: Status) -> list[tuple[str, str]]:
+    troubles = [("DAMAGED", f"step {step}: {why}") for step, why in found.damaged.items()]
+    if found.failing is not None:
+        failing = found.failing
+        count = "the last save" if failing.count == 1 else f"the last {failing.count} saves"
+        since = None if failing.since is None else time.time() - failing.since
+        when = "" if since is None else f", {'since ' if failing.count > 1 else ''}{ago(since)}"
+        troubles.append(("FAILING", f"{count} failed{when}: {failing.error}"))
+    if found.lost_losses is not None:
+        troubles.append(("LOSSES", str(found.lost_losses)))
+    if found.set_aside:
+        troubles.append(("set aside", f"archive/: {', '.join(found.set_aside)}"))
+    return troubles
 
 
 def show(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -42,20 +43,51 @@ Exit status: 0 done and in order; 1 the check ran and found a fault; 2 it could 
 def carry_out(arguments: Sequence[str]) -> int:
     """The command has been carried out and its answer printed; returns the exit status."""
     debug, as_json, rest = _split(arguments)
+    _have_streams()
     _make_printable(sys.stdout)
     _make_printable(sys.stderr)
-    status, text = _call(rest, debug=debug, as_json=as_json)
+    status = 0
     try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        status, text = _call(rest, debug=debug, as_json=as_json)
+        if text:
+            sys.stdout.write(text)
+            sys.stdout.flush()
     except BrokenPipeError:
-        # Python would flush again at exit, and complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _BROKEN_PIPE_STATUS
+        # Python would flush again at exit, and complain. What was found out still counts.
+        _let_go(sys.stdout)
+        return status or _BROKEN_PIPE_STATUS
     except OSError as error:
-        sys.stderr.write(f"dist-ckpt: the answer can't be written: {error.strerror}\n")
-        return _UNDONE_STATUS
+        _tell(f"dist-ckpt: the answer can't be written: {error.strerror}\n")
+        _let_go(sys.stdout)
+        return status or _UNDONE_STATUS
     return status
+
+
+def _have_streams() -> None:
+    """Have both streams: one that was closed before the start takes all and shows nothing.
+
+    The exit status is an answer by itself, as with ``>/dev/null``.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+
+
+def _let_go(stream: TextIO) -> None:
+    """Have what is left unwritten go nowhere."""
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+
+
+def _tell(text: str) -> None:
+    """Write on stderr; that nobody reads it changes no answer."""
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        _let_go(sys.stderr)
 
 
 def _split(arguments: Sequence[str]) -> tuple[bool, bool, list[str]]:
@@ -77,16 +109,21 @@ def _call(arguments: list[str], *, debug: bool, as_json: bool) -> tuple[int, str
         return (result if isinstance(result, int) else 0), ""
     except KeyboardInterrupt:
         return INTERRUPTED_STATUS, ""
-    except Exception as error:  # noqa: BLE001 - said in one line; --debug prints all of it
+    except SystemExit as error:
+        # The parser's own way out where nobody reads what it prints; --help, say.
+        raise BrokenPipeError if error.code == 1 else error from None
+    except Exception as error:
         if isinstance(error, typer.Abort):
             return INTERRUPTED_STATUS, ""
+        if isinstance(error, BrokenPipeError):
+            raise
         if debug:
-            traceback.print_exc()
+            _tell(traceback.format_exc())
         status, document = _describe(error)
         if as_json:
             return status, dump({"error": document})
         lines = [f"dist-ckpt: {document['message']}", document["next_step"]]
-        sys.stderr.write("".join(f"{plain(line)}\n" for line in lines if line))
+        _tell("".join(f"{plain(line)}\n" for line in lines if line))
         return status, ""
 
 

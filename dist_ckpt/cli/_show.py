@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 
 from dist_ckpt import storage
 from dist_ckpt.cli._text import ago, plain, size, table
+from dist_ckpt.errors import DistCkptError
 from dist_ckpt.export import read_bin
+from dist_ckpt.history import read_gap
 from dist_ckpt.runs import Generation, Run
 
 __all__ = ["describe_bin", "describe_generation", "tell_bin", "tell_generation"]
@@ -43,6 +46,10 @@ def describe_generation(run: Run, generation: Generation, *, with_tensors: bool)
     canonical = point.canonical
     store = run.store
     path = store.bin_path(point.step)
+    gap = None
+    with contextlib.suppress(DistCkptError):  # a damaged loss file is no fault of a generation
+        mark = point.notes.get("history")
+        gap = read_gap(store.run_dir, point.id, point.step, mark, run.journal())
     document: dict[str, Any] = {
         "run": point.run,
         "path": str(generation.path),
@@ -68,6 +75,7 @@ def describe_generation(run: Run, generation: Generation, *, with_tensors: bool)
         "pinned": store.pins().get(point.step),
         "proven": run.proven().get(point.step),
         "notes": point.notes,
+        "losses_missing": None if gap is None else str(gap),
     }
     if with_tensors:
         document["tensors"] = [
@@ -110,6 +118,7 @@ def tell_generation(document: dict[str, Any]) -> str:
         ("pinned", document["pinned"]),
         ("proven", document["proven"]),
         ("canonical", _tell_canonical(document["canonical"])),
+        ("losses", _tell_losses(document)),
         ("stateless", ", ".join(document["stateless"]) or "none"),
     ]
     lines = [f"{name:<10} {plain('-' if value is None else value)}\n" for name, value in head]
@@ -119,6 +128,14 @@ def tell_generation(document: dict[str, Any]) -> str:
     if "tensors" in document:
         lines += ["\n", _tell_tensors(document["tensors"])]
     return "".join(lines)
+
+
+def _tell_losses(document: dict[str, Any]) -> str | None:
+    mark = document["notes"].get("history")
+    if not isinstance(mark, dict):
+        return None
+    missing = document["losses_missing"]
+    return f"{mark.get('losses')} up to it" + (f"; {missing}" if missing else "")
 
 
 def _tell_canonical(canonical: dict[str, Any]) -> str:

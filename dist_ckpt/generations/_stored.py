@@ -67,20 +67,25 @@ class StoredGenerations:
         """Return where ``step_N.bin`` of ``step`` lies or would lie."""
         return self.run_dir / bin_name(step)
 
-    def manifest_bytes(self, step: int) -> bytes:
+    def manifest_bytes(self, step: int, *, from_device: bool = False) -> bytes:
         """Return the bytes of ``resume_point.json``, unchecked."""
         path = self.path(step) / RESUME_POINT_NAME
-        return storage.read_file(path, limit_bytes=MANIFEST_LIMIT_BYTES)
+        return storage.read_file(path, limit_bytes=MANIFEST_LIMIT_BYTES, from_device=from_device)
 
-    def manifest(self, step: int) -> ResumePoint:
+    def manifest(self, step: int, *, from_device: bool = False) -> ResumePoint:
         """Return the checked resume point of ``step``.
+
+        Args:
+            step: Which.
+            from_device: Read past the page cache: what the disk will give after a power cut.
 
         Raises:
             NotFoundError: No such generation, or it lacks the file.
             CorruptFileError: The file isn't whole, or belongs to another step.
         """
         path = self.path(step) / RESUME_POINT_NAME
-        point = parse_resume_point(self.manifest_bytes(step), path=path)
+        data = self.manifest_bytes(step, from_device=from_device)
+        point = parse_resume_point(data, path=path)
         if point.step != step:
             raise CorruptFileError(
                 f"{path} is of step {point.step}, in the directory of step {step}.",
@@ -91,10 +96,10 @@ class StoredGenerations:
             )
         return point
 
-    def index(self, point: ResumePoint) -> dict[str, IndexedTensor]:
+    def index(self, point: ResumePoint, *, from_device: bool = False) -> dict[str, IndexedTensor]:
         """Return where every tensor of ``point`` lies; the index's digest is checked."""
         path = self.path(point.step) / INDEX_NAME
-        data = storage.read_file(path, limit_bytes=MANIFEST_LIMIT_BYTES)
+        data = storage.read_file(path, limit_bytes=MANIFEST_LIMIT_BYTES, from_device=from_device)
         found = storage.digest_bytes(data)
         if found != point.index["digest"]:
             raise DigestMismatchError(
@@ -182,7 +187,7 @@ class StoredGenerations:
         """
         total = 0
         if names is None:
-            self.index(point)
+            self.index(point, from_device=True)
         for name, digest in self.digests(point).items():
             if names is None or name in names:
                 path = self.path(point.step) / name

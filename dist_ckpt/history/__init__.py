@@ -6,6 +6,7 @@ Importing this imports neither torch nor numpy.
 
 from __future__ import annotations
 
+from dist_ckpt.history._gap import LossGap
 from dist_ckpt.history._history import History, NullHistory
 from dist_ckpt.history._journal import Journal, NullJournal, parse_journal
 from dist_ckpt.history._loss_file import LossFile
@@ -21,6 +22,7 @@ from dist_ckpt.history._paths import history_path, run_name
 from dist_ckpt.history._proven import proven_steps
 from dist_ckpt.history._readers import (
     RunHistory,
+    read_gap,
     read_history,
     read_journal,
     read_loss,
@@ -37,6 +39,7 @@ __all__ = [
     "Journal",
     "LossEntry",
     "LossFile",
+    "LossGap",
     "Metrics",
     "Missing",
     "NullHistory",
@@ -53,6 +56,7 @@ __all__ = [
     "parse_metrics",
     "parse_samples",
     "proven_steps",
+    "read_gap",
     "read_history",
     "read_journal",
     "read_loss",

@@ -12,12 +12,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt.history._array_file import read_or_none
+from dist_ckpt.history._gap import LossGap, find_gap
 from dist_ckpt.history._journal import Journal, NullJournal
 from dist_ckpt.history._loss_file import LossFile
 from dist_ckpt.history._loss_format import loss_kind
 from dist_ckpt.history._marks import (
     HISTORY_CUT,
     LOSS_NOT_FINITE,
+    LOSSES_MISSING,
     nonfinite_kinds,
     void_counts,
 )
@@ -103,6 +105,23 @@ class History:
         self._journal_before = b""
         self._logged_metrics = self.metrics.steps_after(self._resumed_step)
         self.samples.begin(self._resumed_step)
+
+    def mark(self, step: int) -> dict[str, Any] | None:
+        """Return what a resume point of ``step`` notes of the losses up to it. Main thread."""
+        return self.loss.mark(step)
+
+    def gap(self, step: int, mark: Any) -> LossGap | None:
+        """Return what is missing of the losses that a resume point noted; journalled if any."""
+        gap = find_gap(step, mark, self.loss.mark(step))
+        if gap is not None:
+            self.journal.append(
+                LOSSES_MISSING,
+                step=step,
+                logged=gap.num_logged,
+                found=gap.num_found,
+                last_found=gap.last_found,
+            )
+        return gap
 
     def record(self, step: int, loss: float | None, metrics: Mapping[str, Any]) -> None:
         """Log one step: its loss in the loss file, the rest in the metrics. O(1), not durable.
@@ -276,6 +295,12 @@ class NullHistory:
 
     def begin(self, resumed_step: int | None, *, comparable: bool = True) -> None:
         """Do nothing."""
+
+    def mark(self, step: int) -> dict[str, Any] | None:
+        """Return nothing."""
+
+    def gap(self, step: int, mark: Any) -> LossGap | None:
+        """Return nothing."""
 
     def record(self, step: int, loss: float | None, metrics: Mapping[str, Any]) -> None:
         """Do nothing."""

@@ -174,6 +174,11 @@ class CanonicalIndex:
         first = bisect_right(self._steps, step)
         return list(_pairs(self._steps[first:], self._losses[first:]))
 
+    def columns_up_to(self, step: int) -> tuple[array[int], array[float]]:
+        """Return steps and losses, null as NaN, of the entries of a step <= ``step``."""
+        last = bisect_right(self._steps, step)
+        return self._steps[:last], self._losses[:last]
+
     def clear(self) -> None:
         """Void everything."""
         del self._steps[:]

@@ -11,10 +11,17 @@ from typing import Any, Final
 
 from dist_ckpt.history._journal import parse_journal
 
-__all__ = ["HISTORY_CUT", "LOSS_NOT_FINITE", "nonfinite_kinds", "void_counts"]
+__all__ = [
+    "HISTORY_CUT",
+    "LOSSES_MISSING",
+    "LOSS_NOT_FINITE",
+    "nonfinite_kinds",
+    "void_counts",
+]
 
 HISTORY_CUT: Final = "history_cut"
 LOSS_NOT_FINITE: Final = "loss_not_finite"
+LOSSES_MISSING: Final = "losses_missing"
 
 
 def void_counts(journal: bytes) -> tuple[int, int]:

@@ -6,14 +6,16 @@ An append in progress can be seen half done; all readers here pass over a torn e
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from dist_ckpt.history._array_file import LIMIT_BYTES, read_or_none
+from dist_ckpt.history._gap import LossGap, find_gap, mark_of
 from dist_ckpt.history._journal import parse_journal
 from dist_ckpt.history._loss_format import CanonicalIndex, LossEntry, parse_loss, scan_loss
-from dist_ckpt.history._marks import void_counts
+from dist_ckpt.history._marks import LOSSES_MISSING, void_counts
 from dist_ckpt.history._metrics import parse_metrics
 from dist_ckpt.history._paths import FILES, history_path, run_name
 from dist_ckpt.history._replay import ReplayResult, replay_summary
@@ -22,6 +24,7 @@ from dist_ckpt.storage import read_file
 
 __all__ = [
     "RunHistory",
+    "read_gap",
     "read_history",
     "read_journal",
     "read_loss",
@@ -70,6 +73,31 @@ def read_loss_raw(run_dir: _Path) -> list[LossEntry]:
     """
     path = history_path(run_dir, run_name(run_dir), "loss")
     return parse_loss(_read(path), path=path, torn_ok=True)
+
+
+def read_gap(
+    run_dir: _Path, point_id: str, step: int, mark: Any, journal: Sequence[Mapping[str, Any]]
+) -> LossGap | None:
+    """Return what the loss file lacks of what was logged, now or when the run was last resumed.
+
+    None where nothing is missing, or where the generation was brought here from another run, whose
+    losses aren't expected.
+
+    Raises:
+        CorruptFileError: The loss file is something else.
+    """
+    for event in reversed(journal):
+        word = event.get("event")
+        if word == LOSSES_MISSING:
+            at, logged, found = (event.get(key) for key in ("step", "logged", "found"))
+            if type(at) is int and type(logged) is int and type(found) is int:
+                return LossGap(at, logged, found, event.get("last_found"))
+    if not any(e.get("event") == "saved" and e.get("id") == point_id for e in journal):
+        return None
+    name = run_name(run_dir)
+    path = history_path(run_dir, name, "loss")
+    entries = _canonical_loss(read_or_none(path) or b"", path, _journal_data(run_dir, name))
+    return find_gap(step, mark, mark_of(entry for entry in entries if entry[0] <= step))
 
 
 def read_metrics(run_dir: _Path) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dist_ckpt.identity._check import ACCEPT_VARIABLE, carry_on, check
 from dist_ckpt.identity._compare import ABSENT, Difference, compare
 from dist_ckpt.identity._describe import Described, describe
+from dist_ckpt.identity._words import unknown_words
 
 __all__ = [
     "ABSENT",
@@ -19,4 +20,5 @@ __all__ = [
     "check",
     "compare",
     "describe",
+    "unknown_words",
 ]

@@ -69,7 +69,8 @@ def carry_on(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, 
     if isinstance(was, Mapping) and isinstance(now, dict) and now.get("digest") is None:
         same = ("id", "length")
         if all(was.get(key) == now.get(key) for key in same) and now.get("id") is None:
-            carried["data"] = copy.deepcopy(dict(was))
+            sizes = {key: now[key] for key in ("batch_size",) if key in now}
+            carried["data"] = copy.deepcopy(dict(was)) | sizes
     return carried
 
 
@@ -82,15 +83,26 @@ def _error(refused: list[Difference], given: list[str]) -> IdentityError:
     shown = [f"  {difference}" for difference in refused[:_MAX_SHOWN]]
     if len(refused) > _MAX_SHOWN:
         shown.append(f"  … and {len(refused) - _MAX_SHOWN} more")
-    words = list(dict.fromkeys(difference.word for difference in refused))
+    hopeless = {difference.part for difference in refused if not difference.word}
+    words = list(dict.fromkeys(item.word for item in refused if item.part not in hopeless))
     value = ",".join(dict.fromkeys([*given, *words]))
     plural = "difference" if len(refused) == 1 else "differences"
     listed = "\n".join(shown)
     return IdentityError(
         f"This isn't the run that was saved ({len(refused)} {plural}):\n{listed}\n",
-        next_step="Go back to what was saved, or accept it: "
-        f"accept=({', '.join(map(repr, words))},) or {ACCEPT_VARIABLE}={shlex.quote(value)}",
+        next_step=_next_step(words, value, hopeless=bool(hopeless)),
         differences=[difference.to_json() for difference in refused],
         words=words,
         accept=value,
+    )
+
+
+def _next_step(words: list[str], value: str, *, hopeless: bool) -> str:
+    accept = f"accept=({', '.join(map(repr, words))},) or {ACCEPT_VARIABLE}={shlex.quote(value)}"
+    if not hopeless:
+        return f"Go back to what was saved, or accept it: {accept}"
+    return (
+        "What was saved doesn't fit into this model, and no word makes it: build the model as it "
+        "was, or begin another run in a directory of its own. Single tensors can be read with "
+        "dist_ckpt.open_run(RUN).latest().tensor(NAME)."
     )

@@ -37,7 +37,8 @@ class Difference:
         key: What differs in it: a tensor's name, a dotted key of the configuration, …
         saved: Its value in the saved run, `ABSENT` if it had none.
         current: Its value now, likewise.
-        word: What accepts it ("config.lr", "data").
+        word: What accepts it ("config.lr", "data"); empty where no word helps, since what was saved
+            can't be put into what is there.
         warning: It doesn't keep a run from going on, unless asked for strictly.
     """
 
@@ -105,12 +106,21 @@ def _structure(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator
     for kind in ("parameters", "buffers"):
         for key, was, now in _by_key(_part(saved, kind), _part(current, kind)):
             found = True
-            yield Difference("structure", f"{kind}.{key}", was, now, word)
+            # Tensors have to fit: by no word does a saved one get another shape.
+            yield Difference("structure", f"{kind}.{key}", was, now, "")
     if not _same(saved.get("ties"), current.get("ties")):
         found = True
+        fits = _is_untied(saved.get("ties") or [], current.get("ties") or [])
+        word = word if fits else ""
         yield Difference("structure", "ties", saved.get("ties"), current.get("ties"), word)
     if not found:  # a saved identity of another making
         yield Difference("structure", "digest", saved.get("digest"), current.get("digest"), word)
+
+
+def _is_untied(saved: list[list[str]], current: list[list[str]]) -> bool:
+    """Return whether whatever is tied now was tied then: one value can be put into two, not back."""
+    before = [set(group) for group in saved]
+    return all(any(set(group) <= names for names in before) for group in current)
 
 
 def _config(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[Difference]:
@@ -139,6 +149,9 @@ def _data(saved: Any, current: Any) -> Iterator[Difference]:
             named = [ABSENT if data is None else _data_name(data) for data in (was, now)]
             yield Difference("data", "", named[0], named[1], "data", warning=was is None)
         return
+    sizes = was.get("batch_size"), now.get("batch_size")
+    if None not in sizes and sizes[0] != sizes[1]:  # None: written before this was kept
+        yield Difference("data", "batch_size", *sizes, "data.batch_size")
     if was.get("id") is not None or now.get("id") is not None:
         if was.get("id") != now.get("id"):
             yield Difference("data", "id", was.get("id"), now.get("id"), "data")

@@ -35,7 +35,7 @@ class Described:
     Attributes:
         facts: ``{"structure": {"digest", "parameters", "buffers", "ties"},
             "config": {dotted.key: value} | None, "config_ignore": [pattern],
-            "data": {"id", "length", "digest", "samples"} | None,
+            "data": {"id", "length", "digest", "samples", "batch_size" of our loader} | None,
             "code": {"main", "path", "git", "dirty"}, "versions": {…}}``, plain JSON.
         notes: What couldn't be told, each a sentence for the user.
     """
@@ -139,9 +139,20 @@ def _describe_data(
                 "data_id is empty; it must be a text that names the data.",
                 next_step="Give a name or a digest that changes when the data does.",
             )
-        return {"id": data_id, "length": None, "digest": None, "samples": 0}
+        named = {"id": data_id, "length": None, "digest": None, "samples": 0}
+        return named | _batch_size(data)
     if data is None:
         return None
     from dist_ckpt.identity._data import describe_data  # noqa: PLC0415 - it imports torch
 
-    return describe_data(data, limit_secs, notes)
+    described = describe_data(data, limit_secs, notes)
+    return None if described is None else described | _batch_size(data)
+
+
+def _batch_size(data: Any) -> dict[str, int]:
+    """Return the global batch size where the loader knows it, as ours does.
+
+    A DataLoader's is one rank's, which rightly changes with the world size.
+    """
+    size = getattr(data, "batch_size", None)
+    return {"batch_size": size} if type(size) is int and hasattr(data, "last_indices") else {}

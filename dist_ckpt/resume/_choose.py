@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dist_ckpt import storage
+from dist_ckpt.canonical import parse_step_name
 from dist_ckpt.capture import Captured
 from dist_ckpt.comm import Comm
 from dist_ckpt.errors import (
@@ -129,11 +130,14 @@ def _own_steps(store: StoredGenerations, comm: Comm) -> bytes | None:
 
 
 def _way_out(store: StoredGenerations) -> str:
-    bins = sorted(name for name in storage.list_names(store.run_dir) if name.endswith(".bin"))
+    names = storage.list_names(store.run_dir)
+    bins = [name for name in names if name.endswith(".bin") and parse_step_name(name) is not None]
     if bins:
+        newest = max(bins, key=lambda name: parse_step_name(name) or 0)
+        path = store.run_dir / newest
         return (
-            f"{store.run_dir / bins[-1]} may still be good (`dist-ckpt verify` tells); its weights "
-            "and moments can start a new run."
+            f"{path} may still be good (`dist-ckpt verify {path}` tells); its weights and moments "
+            f"start a new run: dist-ckpt import {path} NEW_RUN -- COMMAND"
         )
     return "Restore a copy of the run directory, or start a new run in another directory."
 

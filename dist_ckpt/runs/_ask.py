@@ -221,6 +221,14 @@ def _ask(run: Run, signum: signal.Signals, timeout_secs: float) -> _Asked:
 def _find_process(run: Run) -> tuple[int, int]:
     """Return pid and start time of the live rank 0 on this host."""
     liveness = look_alive(run.store.run_dir, run.journal())
+    if liveness.state is State.SUSPENDED:
+        pid = liveness.facts.get("pid")
+        raise NotRunningError(
+            f"Process {pid} of {run.path} is suspended (SIGSTOP): it can't answer.",
+            next_step=f"Let it go on, then ask again: kill -CONT {pid}",
+            path=str(run.path),
+            pid=pid,
+        )
     process = next((found for found in liveness.evidence if found.what == "process"), None)
     facts = liveness.facts
     if liveness.state is not State.RUNNING or process is None or not liveness.is_locked:

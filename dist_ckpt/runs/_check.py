@@ -84,7 +84,7 @@ def check_generation(
             )
             finding.drop_if_gone(gone=not storage.exists(directory))
             return finding
-        point = store.manifest(step)
+        point = store.manifest(step, from_device=True)
         digests = store.digests(point)
     except DistCkptError as error:
         finding.add(error, directory / RESUME_POINT_NAME)
@@ -92,7 +92,7 @@ def check_generation(
         return finding
     finding.num_digests += 1
     try:
-        store.index(point)
+        store.index(point, from_device=True)
         finding.num_digests += 1
     except DistCkptError as error:
         finding.add(error, directory)

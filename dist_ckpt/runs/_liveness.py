@@ -25,6 +25,7 @@ class State(StrEnum):
     """What can be said of the newest attempt."""
 
     RUNNING = "running"
+    SUSPENDED = "suspended"  # alive, and stands still until it gets SIGCONT
     STOPPED = "stopped"  # asked to, after a checkpoint
     ENDED = "ended"  # came to its end
     FAILED = "failed"  # left by an error, which the journal names
@@ -41,11 +42,13 @@ class Evidence:
         what: ``"lock"``, ``"process"``, ``"journal"`` or ``"last step"``.
         alive: It says alive, not alive, or nothing (None).
         text: A sentence without a full stop.
+        is_suspended: The process stands still.
     """
 
     what: str
     alive: bool | None
     text: str
+    is_suspended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ def _judge(
     journal: Sequence[Mapping[str, Any]],
 ) -> State:
     if lock.alive:
-        return State.RUNNING
+        return State.SUSPENDED if _is_suspended(process) else State.RUNNING
     if end is not None and end.alive is False:
         return State(_last_word(journal).removeprefix("attempt_"))
     if process is None:
@@ -95,7 +98,13 @@ def _judge(
     if process.alive is None:
         return State.UNKNOWN
     # A process without its lock: somebody removed the lock's file.
+    if _is_suspended(process):
+        return State.SUSPENDED
     return State.RUNNING if process.alive else State.DEAD
+
+
+def _is_suspended(process: Evidence | None) -> bool:
+    return process is not None and process.is_suspended
 
 
 def _ask_lock(run_dir: Path) -> Evidence:
@@ -122,6 +131,9 @@ def _ask_process(facts: Mapping[str, Any]) -> Evidence | None:
     if start is not None and found != start:
         text = f"pid {pid} is another process now: it started at another time than run.json says"
         return Evidence("process", False, text)
+    if announce.process_suspended(pid):
+        text = f"process {pid} is suspended (SIGSTOP); `kill -CONT {pid}` lets it go on"
+        return Evidence("process", True, text, is_suspended=True)
     return Evidence("process", True, f"process {pid} lives on this host")
 
 

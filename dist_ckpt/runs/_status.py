@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,33 @@ from dist_ckpt import storage
 from dist_ckpt.canonical import bin_size
 from dist_ckpt.errors import DistCkptError
 from dist_ckpt.generations import StoredGenerations
-from dist_ckpt.history import history_path, run_name
+from dist_ckpt.history import LossGap, history_path, read_gap, run_name
 from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.runs._liveness import Evidence, Liveness, State, look_alive
 from dist_ckpt.runs._run import Run
 
-__all__ = ["Status", "read_status"]
+__all__ = ["Failing", "Status", "read_status"]
 
 #: So many of an attempt's last checkpoints tell its speed.
 _NUM_MARKS = 10
 _MARKS = ("saved", "resumed", "fresh_start", "already_saved")
 
 _Mark = tuple[float, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Failing:
+    """Saves that failed, and none since was committed.
+
+    Attributes:
+        count: How many.
+        since: When the first did, in seconds since the epoch.
+        error: Why the last did.
+    """
+
+    count: int
+    since: float | None
+    error: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +60,10 @@ class Status:
         lost_steps: Finished steps that a crash now would cost (a dead run: has cost).
         generation_bytes: What one more generation takes, its .bin included.
         free_bytes: What this user may still write there.
+        failing: Saves that failed since the last one that was committed, None where none did.
+        damaged: Step → why that generation can't be used, as far as sizes and manifests tell.
+        set_aside: What a start found unusable and moved to archive/.
+        lost_losses: What the loss file lacks of what was logged, None where nothing is missing.
     """
 
     name: str
@@ -60,6 +79,10 @@ class Status:
     lost_steps: int | None
     generation_bytes: int | None
     free_bytes: int | None
+    failing: Failing | None = None
+    damaged: Mapping[int, str] = field(default_factory=dict)
+    set_aside: tuple[str, ...] = ()
+    lost_losses: LossGap | None = None
 
     @property
     def lost_secs(self) -> float | None:
@@ -78,12 +101,12 @@ class Status:
     @property
     def is_alive(self) -> bool:
         """Not known to be over; a run on another host may be alive."""
-        return self.liveness.state in (State.RUNNING, State.UNKNOWN)
+        return self.liveness.state in (State.RUNNING, State.SUSPENDED, State.UNKNOWN)
 
     def is_healthy(self, max_age_secs: float) -> bool:
-        """Return whether it is alive and its last step isn't older than that."""
+        """Return whether it is alive, saves, and its last step isn't older than that."""
         age = self.last_step_age_secs
-        return self.is_alive and age is not None and age <= max_age_secs
+        return self.is_alive and self.failing is None and age is not None and age <= max_age_secs
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
@@ -92,7 +115,7 @@ class Status:
             "run": self.name,
             "path": self.path,
             "state": self.liveness.state.value,
-            "alive": {State.RUNNING: True, State.UNKNOWN: None}.get(self.liveness.state, False),
+            "alive": None if self.liveness.state is State.UNKNOWN else self.is_alive,
             "evidence": [
                 {"what": found.what, "alive": found.alive, "text": found.text}
                 for found in self.liveness.evidence
@@ -112,6 +135,10 @@ class Status:
             "generation_bytes": self.generation_bytes,
             "free_bytes": self.free_bytes,
             "generations_that_fit": self.fitting,
+            "saves_failing": None if self.failing is None else asdict(self.failing),
+            "damaged": {str(step): why for step, why in self.damaged.items()},
+            "set_aside": list(self.set_aside),
+            "losses_missing": None if self.lost_losses is None else asdict(self.lost_losses),
         }
 
 
@@ -130,7 +157,7 @@ def read_status(run: Run) -> Status:
     liveness = look_alive(store.run_dir, journal)
     marks = _newest_marks(journal)
     logged = _last_logged(run, marks)
-    committed = _newest(store)
+    committed, damaged = _newest(store)
     if logged is not None and marks and logged[0] > marks[-1][0] and logged[1] > marks[-1][1]:
         marks = [*marks, logged]
     speed = _secs_per_step(marks)
@@ -148,10 +175,14 @@ def read_status(run: Run) -> Status:
         secs_per_step=speed,
         committed_step=committed_step,
         committed_age_secs=None if committed is None else max(0.0, now - committed.time),
-        verified_step=_newest_verified(store),
+        verified_step=_newest_verified(store, damaged),
         lost_steps=lost,
         generation_bytes=None if committed is None else _bytes_of_one(store, committed),
         free_bytes=_free_bytes(store.run_dir),
+        failing=_failing(journal),
+        damaged=damaged,
+        set_aside=_set_aside(store),
+        lost_losses=None if committed is None else _gap(store, committed, journal),
     )
 
 
@@ -195,18 +226,53 @@ def _last_logged(run: Run, marks: Sequence[_Mark]) -> _Mark | None:
     return marks[-1] if marks else None
 
 
-def _newest(store: StoredGenerations) -> ResumePoint | None:
+def _newest(store: StoredGenerations) -> tuple[ResumePoint | None, dict[int, str]]:
+    """Return the newest generation that may be used, and why each newer one can't.
+
+    Sizes and manifests are looked at, no data is read: `verify` does that.
+    """
+    damaged: dict[int, str] = {}
     for step in reversed(store.steps()):
         try:
-            return store.manifest(step)
-        except DistCkptError:
+            point = store.manifest(step)
+            store.check_files(point)
+        except DistCkptError as error:
+            if store.has(step):  # else it was retired meanwhile
+                damaged[step] = error.message
             continue
-    return None
+        return point, damaged
+    return None, damaged
 
 
-def _newest_verified(store: StoredGenerations) -> int | None:
+def _failing(journal: Sequence[Mapping[str, Any]]) -> Failing | None:
+    failed: list[Mapping[str, Any]] = []
+    for event in reversed(journal):
+        word = event.get("event")
+        if word in ("saved", "already_saved", "attempt_started"):
+            break
+        if word == "save_failed":
+            failed.append(event)
+    if not failed:
+        return None
+    since = failed[-1].get("time")
+    return Failing(len(failed), since, str(failed[0].get("error")))
+
+
+def _gap(
+    store: StoredGenerations, point: ResumePoint, journal: Sequence[Mapping[str, Any]]
+) -> LossGap | None:
+    return read_gap(store.run_dir, point.id, point.step, point.notes.get("history"), journal)
+
+
+def _set_aside(store: StoredGenerations) -> tuple[str, ...]:
+    if not storage.exists(store.archive):
+        return ()
+    return tuple(name for name in storage.list_names(store.archive) if name.startswith("faulty_"))
+
+
+def _newest_verified(store: StoredGenerations, damaged: Collection[int]) -> int | None:
     steps = reversed(store.steps())
-    return next((step for step in steps if store.verified_at(step) is not None), None)
+    return next((s for s in steps if s not in damaged and store.verified_at(s) is not None), None)
 
 
 def _bytes_of_one(store: StoredGenerations, point: ResumePoint) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from dist_ckpt import announce, storage
 from dist_ckpt.comm import Comm
-from dist_ckpt.errors import DistCkptError, ForeignFileError, StorageError
+from dist_ckpt.errors import DistCkptError, ForeignFileError, SettingError, StorageError
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.history import History, NullHistory, read_journal, run_name
 from dist_ckpt.storage import RunLock
@@ -23,6 +23,11 @@ from dist_ckpt.storage import RunLock
 __all__ = ["Attempt", "open_attempt"]
 
 _RUN_FILE = "run.json"
+#: What a run's name gets behind it at most, with room for large numbers.
+_LONGEST_SUFFIX = b".journal.jsonl.torn-1000000-1000000"
+#: What may lie below a run directory: archive/LABEL/step_N/FILE or the like.
+_LONGEST_BELOW = 160
+_PATH_MAX = 4096
 
 
 @dataclass
@@ -123,11 +128,14 @@ def _start(
         raise ForeignFileError(
             f"{run_dir} is a file, not a run directory. A file of weights holds no random state, "
             "no place in the data and no schedule, so no training can be resumed from it.",
-            next_step="Give the run directory itself, or another name for a new run.",
+            next_step="Give the run directory itself. A new run can be started from a .bin: "
+            "dist-ckpt import FILE.bin RUN -- COMMAND",
             path=str(run_dir),
         )
+    _require_room_for_names(run_dir)
     store.create()
     name = run_name(run_dir)
+    _require_room_for_names(run_dir, name)
     holder: dict[str, Any] = {
         "pid": os.getpid(),
         "start_time": announce.process_start_time(os.getpid()),
@@ -155,6 +163,25 @@ def _start(
     if removed:
         history.journal.append("cleaned", removed=removed)
     return lock, history, facts, removed
+
+
+def _require_room_for_names(run_dir: Path, name: str | None = None) -> None:
+    """Return if every file that this run will ever have can get its name; found out at once."""
+    longest = os.fsencode(name or run_dir.name) + _LONGEST_SUFFIX
+    there = run_dir
+    while not storage.exists(there):
+        there = there.parent
+    most = storage.longest_name_bytes(there)
+    over = max(len(longest) - most, len(os.fsencode(run_dir)) + _LONGEST_BELOW - _PATH_MAX)
+    if over > 0:
+        raise SettingError(
+            f"{run_dir} is too long by {over} bytes: the run's own files begin with its name, of "
+            f"which this file system takes {most - len(_LONGEST_SUFFIX)} bytes, and whole paths "
+            f"end at {_PATH_MAX - 1}.",
+            next_step="Give the run directory a shorter name.",
+            setting="run_dir",
+            path=str(run_dir),
+        )
 
 
 def _write_run_file(run_dir: Path, facts: Mapping[str, Any]) -> None:

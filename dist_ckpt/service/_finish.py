@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from dist_ckpt import storage
 from dist_ckpt.errors import DistCkptError
 from dist_ckpt.export import export_bin
 from dist_ckpt.generations import is_bad_bytes, plan_bins, plan_retention
+from dist_ckpt.history import read_journal
 from dist_ckpt.resume_point import shard_name, state_name
 from dist_ckpt.service._job import Saves
 
-__all__ = ["Finished", "catch_up", "finish_generation", "retire", "tidy"]
+__all__ = ["Finished", "catch_up", "export_verified", "finish_generation", "retire", "tidy"]
 
 
 #: What became of a generation that was to be read back.
@@ -57,13 +59,13 @@ def _read_back(saves: Saves, step: int) -> None:
 
     progress(0)
     comm, store = saves.comm, saves.store
-    point = store.manifest(step)
+    point = store.manifest(step, from_device=True)
     # Of a generation of more ranks than there are now, each reads several ranks' files.
     others = range((comm.rank + 1) % comm.world_size, point.world_size, comm.world_size)
     names = [name(other) for other in others for name in (shard_name, state_name)]
     store.verify(point, names=names, progress=progress)
     if comm.rank == 0:
-        store.index(point)
+        store.index(point, from_device=True)
 
 
 def _conclude(saves: Saves, step: int, verdicts: list[list[str]]) -> Finished:
@@ -104,9 +106,17 @@ def retire(saves: Saves) -> None:
         saves.warn(f"old generations could not be retired: {error}")
 
 
+def export_verified(saves: Saves, step: int) -> None:
+    """Rank 0: have the .bin of ``step`` where it should have one and was read back whole."""
+    is_wanted = saves.settings.export != "never" and not saves.hurry.is_set()
+    if is_wanted and saves.store.verified_at(step) is not None:
+        _export(saves, step)
+
+
 def catch_up(saves: Saves) -> None:
     """Rank 0, at a start: export every verified generation that lacks its .bin, then tidy."""
     store = saves.store
+    saves.answered.update(_answered_late(saves))
     steps = [step for step in store.steps() if store.verified_at(step) is not None]
     gone = plan_bins(steps, retention=saves.settings.retention)
     for step in steps:
@@ -122,8 +132,8 @@ def _export(saves: Saves, step: int) -> None:
         point = store.manifest(step)
         if point.canonical.refused is not None:
             return
-        if saves.settings.export == "signal" and not any(
-            r.startswith("SIG") for r in point.reasons
+        if saves.settings.export == "signal" and not (
+            step in saves.answered or _is_answer(point.reasons)
         ):
             return
         how = export_bin(store, point, copy=saves.settings.export_copy)
@@ -132,6 +142,19 @@ def _export(saves: Saves, step: int) -> None:
     except (DistCkptError, OSError) as error:
         saves.journal("export_failed", step=step, error=str(error))
         saves.warn(f"step {step} has no .bin yet, it is tried again at the next start: {error}")
+
+
+def _is_answer(reasons: Iterable[str]) -> bool:
+    return any(reason.startswith("SIG") for reason in reasons)
+
+
+def _answered_late(saves: Saves) -> Iterator[int]:
+    """Yield the steps that earlier attempts answered a signal with after they were saved."""
+    if saves.settings.export != "signal":
+        return
+    for event in read_journal(saves.store.run_dir):
+        if event["event"] == "already_saved" and _is_answer(event.get("reasons") or ()):
+            yield event["step"]
 
 
 def _retire(saves: Saves) -> None:

@@ -75,6 +75,7 @@ class Saves:
     comm: Comm
     store: GenerationStore
     journal: Callable[..., None]
+    mark_history: Callable[[int], Mapping[str, Any] | None]
     sync_history: Callable[[], None]
     check_lock: Callable[[], None]
     settings: Settings
@@ -82,6 +83,8 @@ class Saves:
     warn: Callable[[str], None]
     #: Set while a stop is short of time: reading back, export and retirement give way.
     hurry: threading.Event = field(default_factory=threading.Event)
+    #: Steps that answered a signal after they had been saved for another reason. Rank 0.
+    answered: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)

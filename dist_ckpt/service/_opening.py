@@ -121,6 +121,7 @@ def _build_saver(
         comm=comm,
         store=attempt.store,
         journal=attempt.journal,
+        mark_history=attempt.history.mark,
         sync_history=losses.sync,
         check_lock=attempt.check_lock,
         settings=trainer.settings,

@@ -59,6 +59,7 @@ def start_run(
     admitted: list[Any] = []
 
     def admit(point: ResumePoint) -> None:
+        _say_unknown(settings, voice, [point.identity, found.facts], captured, point)
         admitted[:] = identity.check(
             point.identity, found.facts, accept=settings.accepted, strict=settings.strict
         )
@@ -88,6 +89,8 @@ def start_run(
         words = {"accept": sorted(settings.accepted), "omit": sorted(settings.omitted)}
         if resumed is not None and any(words.values()):
             attempt.journal("restored_with", step=resumed.step, **words)
+        if resumed is not None:
+            _look_for_losses(attempt, resumed.point, voice)
         if rewind_to is not None:
             _rewind(attempt, rewind_to, voice)
         attempt.history.begin(resumed.step if resumed else None, comparable=comparable)
@@ -97,6 +100,23 @@ def start_run(
     unverified = comm.together("setting aside and journalling", settle)
     told = comm.broadcast(json.dumps(unverified).encode() if comm.rank == 0 else None)
     return Start(resumed, facts, _parent(resumed), tuple(json.loads(told)))
+
+
+def _say_unknown(
+    settings: Settings,
+    voice: Voice,
+    identities: list[Mapping[str, Any]],
+    captured: Captured,
+    point: ResumePoint,
+) -> None:
+    """A word with a slip of the pen accepts nothing; it mustn't do so in silence."""
+    if not settings.accepted:
+        return
+    saved = point.shared.get("parts", {}) if isinstance(point.shared, dict) else {}
+    parts = {*captured.shared_values()["parts"], *saved}
+    for word, nearest in identity.unknown_words(settings.accepted, identities, parts).items():
+        hint = "" if nearest is None else f" Was {nearest!r} meant?"
+        voice.warn(f"accept={word!r} names nothing that could differ here.{hint}")
 
 
 def _rewind_to(settings: Settings) -> int | None:
@@ -212,6 +232,22 @@ def _report(
     for note in resumed.notes:
         voice.say(note)
     return not admitted and resumed.point.world_size == comm.world_size
+
+
+def _look_for_losses(attempt: Attempt, point: ResumePoint, voice: Voice) -> None:
+    """A loss file that lacks what had been logged is no fault of the state, but is said aloud."""
+    saved_here = any(
+        event["event"] == "saved" and event.get("id") == point.id
+        for event in read_journal(attempt.store.run_dir)
+    )
+    if not saved_here:
+        return  # brought here from another run, whose losses stayed there
+    gap = attempt.history.gap(point.step, point.notes.get("history"))
+    if gap is not None:
+        voice.warn(
+            f"{gap}. Training goes on and logs from here; what was cut off by a crash lies in "
+            "archive/, the rest must come from a copy of the file"
+        )
 
 
 def _finish_rewind(attempt: Attempt, comm: Comm, voice: Voice) -> None:

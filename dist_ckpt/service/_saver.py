@@ -16,7 +16,7 @@ from typing import Any
 from dist_ckpt.capture import Captured
 from dist_ckpt.errors import DistCkptError, SaveFailedError
 from dist_ckpt.resume_point import ResumePoint
-from dist_ckpt.service._finish import catch_up, finish_generation, retire
+from dist_ckpt.service._finish import catch_up, export_verified, finish_generation, retire
 from dist_ckpt.service._job import Job, Saves, Told, run_job, told
 from dist_ckpt.service._plans import Plan, Planner
 from dist_ckpt.service._worker import Ticket, Worker
@@ -87,6 +87,12 @@ class Saver:
     def forget_committed(self) -> None:
         """The newest generation is gone from the disk: its step has to be saved again. Rank 0."""
         self._committed_step = None
+
+    def export_for_signal(self, step: int) -> None:
+        """Have ``step_N.bin`` of a generation that now answers a signal too."""
+        if self._saves.comm.rank == 0:
+            self._saves.answered.add(step)
+            self._worker.submit(lambda _ticket: export_verified(self._saves, step))
 
     def make_room(self) -> None:
         """Retire what retention lets go already; while nothing is being saved."""
@@ -226,6 +232,7 @@ class Saver:
         self, step: int, save_id: str, reasons: tuple[str, ...], plan: Plan, shared: Any
     ) -> Callable[[Mapping[str, Any], Mapping[str, Any]], ResumePoint]:
         parent = self._parent
+        history = self._saves.mark_history(step)
 
         def make(files: Mapping[str, Any], notes: Mapping[str, Any]) -> ResumePoint:
             parent_content = parent.get("content") if parent else None
@@ -243,7 +250,7 @@ class Saver:
                 canonical=plan.layout.canonical,
                 identity=self._subject.identity,
                 shared=shared,
-                notes={**notes, "parent_content": parent_content},
+                notes={**notes, "parent_content": parent_content, "history": history},
             )
 
         return make

@@ -162,6 +162,8 @@ class Session:
             # Bit for bit what is there already, since nothing ran since; reasons merge.
             reasons = list(decision.reasons)
             self._attempt.journal("already_saved", step=self.step, reasons=reasons)
+            if signals:
+                self._saver.export_for_signal(self.step)
             return
         may_overlap = not (decision.stops or agreed.redo)
         self._saver.save(self.step, decision.reasons, deadline=deadline, may_overlap=may_overlap)
@@ -280,6 +282,7 @@ class Session:
 
     def _let_go(self, wrong: BaseException | None) -> None:
         """Give back lock, handlers, files and groups, whatever happens on the way."""
+        self._heed_late_signal()
         how = "failed" if wrong else "stopped" if self.stopped else "ended"
         if self._witness is not None:
             self._witness.close()
@@ -292,9 +295,16 @@ class Session:
             )
             self._attempt.close()
         finally:
+            self._heed_late_signal()
             announce.withdraw(self._comm.rank, stopped=self.stopped is not None and not wrong)
             self._watch.uninstall()
+            self._heed_late_signal()  # what came until now was noted; from here on it is Python's
             self._comm.close()
+
+    def _heed_late_signal(self) -> None:
+        """A stop that came after the last boundary counts: the script learns of it by `stopped`."""
+        if self.stopped is None and self._watch.stop_signal:
+            self.stopped = signal.Signals(self._watch.stop_signal).name
 
 
 def _taken_elsewhere() -> LockedError:

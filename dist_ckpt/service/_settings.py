@@ -32,6 +32,8 @@ _ACCEPT_VARIABLE = "DIST_CKPT_ACCEPT"
 OMIT_VARIABLE = "DIST_CKPT_OMIT_RESTORE"
 STOP_AT_VARIABLE = "DIST_CKPT_STOP_AT"
 WITNESS_VARIABLE = "DIST_CKPT_WITNESS"
+#: What can be left out of a restore, by the first word of its name.
+_PARTS = ("rng", "data", "optimizer", "scheduler", "scaler", "policy", "extra", "generators")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +88,15 @@ class Settings:
 
     @property
     def omitted(self) -> frozenset[str]:
-        """Parts that a proof's negative control leaves out of the restore."""
-        return frozenset(self.omit) | _words(OMIT_VARIABLE)
+        """Parts that a proof's negative control leaves out of the restore.
+
+        Raises:
+            SettingError: There is no such part: a control that leaves nothing out proves nothing.
+        """
+        words = frozenset(self.omit) | _words(OMIT_VARIABLE)
+        if strange := sorted(word for word in words if word.split(".", 1)[0] not in _PARTS):
+            raise _refuse(OMIT_VARIABLE, strange[0], f"one of {', '.join(_PARTS)}")
+        return words
 
     @property
     def stop_at(self) -> int | None:

@@ -202,6 +202,17 @@ def device_of(path: Path) -> int:
         return get_ops().stat(path).st_dev
 
 
+def longest_name_bytes(directory: Path) -> int:
+    """Return how many bytes the name of a file may have on the file system of ``directory``.
+
+    Raises:
+        NotFoundError: No such name.
+        StorageError: The system refused to tell.
+    """
+    with guard("look up the longest name of", directory):
+        return get_ops().statvfs(directory).f_namemax or 255
+
+
 def file_size(path: Path) -> int:
     """Return the size in bytes of a regular file.
 

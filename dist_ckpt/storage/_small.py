@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from dist_ckpt.errors import CorruptFileError
+from dist_ckpt.storage._arena import Arena
 from dist_ckpt.storage._files import fill, new_file, open_regular, write_all
-from dist_ckpt.storage._guard import guard
+from dist_ckpt.storage._guard import guard, named
 from dist_ckpt.storage._names import sync_dir
-from dist_ckpt.storage._ops import get_ops
+from dist_ckpt.storage._ops import get_ops, round_up
 
 if TYPE_CHECKING:
     from dist_ckpt.storage._types import Bytes, Path
+
+_NO_DIRECT: Final = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 def write_durable(path: Path, data: Bytes, *, mode: int = 0o400) -> None:
@@ -54,10 +58,16 @@ def replace_durable(path: Path, data: Bytes, *, mode: int = 0o600) -> None:
     sync_dir(parent or ".")
 
 
-def read_file(path: Path, *, limit_bytes: int) -> bytes:
+def read_file(path: Path, *, limit_bytes: int, from_device: bool = False) -> bytes:
     """Return all bytes of a regular file that isn't larger than ``limit_bytes``.
 
     The size is checked before memory is taken.
+
+    Args:
+        path: The file.
+        limit_bytes: Its largest size.
+        from_device: Past the page cache: directly, or where the file system refuses that, after
+            asking the kernel to forget its pages, which it may decline.
 
     Raises:
         NotFoundError: No such file.
@@ -75,7 +85,28 @@ def read_file(path: Path, *, limit_bytes: int) -> bytes:
                 expected=limit_bytes,
                 found=size,
             )
+        if from_device and size:
+            return _from_device(fd, size, path)
         data = bytearray(size)
         if size:
             fill(fd, [memoryview(data)], 0, path)
     return bytes(data)
+
+
+def _from_device(fd: int, size: int, path: Path) -> bytes:
+    ops = get_ops()
+    with suppress(OSError):  # advice; it also has nothing stale in the cache for later readers
+        ops.fadvise_dontneed(fd, 0, 0)
+    buffer = Arena(round_up(size)).array.data  # a direct read wants whole pages
+    got = 0
+    try:
+        ops.set_direct(fd, on=True)
+        got = ops.preadv(fd, [buffer], 0)
+    except OSError as error:
+        if error.errno not in _NO_DIRECT:
+            raise named(error, "read", path) from error
+    if got < size:  # refused, or short: the rest as it comes
+        with suppress(OSError):
+            ops.set_direct(fd, on=False)
+        fill(fd, [buffer[:size]], 0, path)
+    return bytes(buffer[:size])

@@ -244,7 +244,12 @@ def test_a_live_run_is_seen_working_and_a_probe_tells_when_it_hangs(tmp_path: Pa
         job.send(signal.SIGSTOP)
         time.sleep(0.3)
         hanging = call("status", run_dir, "--json", "--max-age", "0.2")
-        assert (hanging.status, hanging.json["state"]) == (1, "running")
+        assert (hanging.status, hanging.json["state"]) == (1, "suspended")
+        assert hanging.json["alive"] is True
+        assert f"kill -CONT {job.pid()}" in call("status", run_dir).out
+        asked = call("save", run_dir, "--json", "--timeout", "5")
+        assert (asked.status, asked.json["error"]["id"]) == (2, "not-running")
+        assert f"kill -CONT {job.pid()}" in asked.json["error"]["next_step"]
         assert hanging.json["healthy"] is False
         job.send(signal.SIGKILL)
         job.wait()

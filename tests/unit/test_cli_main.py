@@ -225,3 +225,39 @@ def test_looking_is_quick(tmp_path: Path) -> None:
         assert spawn("status", run_dir).returncode == 0
         secs.append(time.monotonic() - began)
     assert min(secs) < 1.5  # the import of torch alone takes longer
+
+
+def _into(where: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Return how the command line ended with its streams put elsewhere by a shell."""
+    command = [sys.executable, "-m", "dist_ckpt", *map(str, arguments)]
+    return subprocess.run(
+        ["/bin/sh", "-c", f'exec "$@" {where}', "sh", *command],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_closed_stdout_changes_no_verdict_and_makes_no_noise(tmp_path: Path) -> None:
+    run = ended_run(tmp_path)
+    done = _into(">&-", "verify", run)
+    assert (done.returncode, done.stderr) == (0, "")
+    shard = run / "checkpoints/step_000008/rank_00000.shard"
+    shard.chmod(0o600)
+    shard.write_bytes(b"x" + shard.read_bytes()[1:])
+    done = _into(">&- 2>&-", "verify", run)
+    assert done.returncode == 1
+    done = _into(">&-", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    done = _into("2>&-", "ls", tmp_path / "none")
+    assert (done.returncode, done.stdout) == (2, "")
+    # Nobody reads, but there is a fault: that status is worth more than the pipe's.
+    receiving, sending = os.pipe()
+    os.close(receiving)
+    broken = spawn("verify", run, stdout=sending)
+    assert (broken.returncode, broken.stderr) == (1, "")
+    broken = spawn("--help", stdout=sending)
+    assert (broken.returncode, broken.stderr) == (141, "")
+    os.close(sending)

@@ -172,8 +172,65 @@ def test_another_structure_is_refused_with_names_shapes_and_ties() -> None:
     error = refused(facts(), facts(structure=Model((), wte=[5, 8], fc=[4], head=[5, 8])))
     assert "structure.parameters.wte: float32[5, 4] saved, float32[5, 8] now" in str(error)
     assert 'structure.ties: [["head", "wte"]] saved, [] now' in str(error)
-    assert error.words == ["structure"]
+    assert error.words == []
+    assert "accept" not in error.next_step
+    assert "no word makes it" in error.next_step
+    # Whoever insists meets the tensors' own check, which names each.
     identity.check(facts(), facts(structure=Model(fc=[9])), accept="structure")
+
+
+def test_the_word_for_a_structure_is_offered_only_where_it_helps() -> None:
+    tied, untied = facts(), facts(structure=Model((), wte=[5, 4], fc=[4], head=[5, 4]))
+    error = refused(tied, untied)  # one saved value goes into both
+    assert error.words == ["structure"]
+    assert "accept=('structure',)" in error.next_step
+    assert refused(untied, tied).words == []  # two saved values don't go into one
+
+
+class Loader:
+    """What identity asks of a ResumableLoader."""
+
+    last_indices: tuple[int, ...] = ()
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+        self.dataset = [[1.0], [2.0]]
+
+
+def test_another_global_batch_size_is_refused_by_name() -> None:
+    saved, current = facts(data=Loader(4)), facts(data=Loader(8))
+    error = refused(saved, current)
+    assert "data.batch_size: 4 saved, 8 now" in str(error)
+    assert error.words == ["data.batch_size"]
+    assert len(identity.check(saved, current, accept=error.words)) == 1
+    assert identity.carry_on(saved, current)["data"]["batch_size"] == 8
+    before = copy.deepcopy(saved)
+    del before["data"]["batch_size"]  # saved before it was kept
+    assert identity.check(before, current) == []
+    assert refused(facts(data=Loader(4), data_id="a"), facts(data=Loader(8), data_id="a")).words
+
+
+@pytest.mark.parametrize(
+    ("word", "near"),
+    [
+        ("cofnig.lr", "config.lr"),
+        ("config.lrr", "config.lr"),
+        ("config.net.depht", "config.net.depth"),
+        ("fresh-start", "fresh_start"),
+        ("structur", "structure"),
+        ("extra.emma", "extra.ema"),
+        ("xyzzy", None),
+    ],
+)
+def test_a_word_that_names_nothing_is_told_with_the_nearest(word: str, near: str | None) -> None:
+    found = identity.unknown_words([word, "config.lr"], [facts()], ["extra.ema", "scheduler"])
+    assert found == {word: near}
+
+
+def test_words_that_could_name_something_are_let_through() -> None:
+    words = ["config", "config.*", "config.net", "data.batch_size", "versions.*", "extra.ema"]
+    words += ["scaler", "scheduler", "policy", "fresh_start", "generators.noise", "code"]
+    assert identity.unknown_words(words, [facts()], ["extra.ema"]) == {}
 
 
 def test_code_and_versions_warn_and_are_refused_when_strict() -> None:
