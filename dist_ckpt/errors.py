@@ -54,7 +54,6 @@ __all__ = [
     "StorageError",
     "UnsupportedValueError",
     "UsageError",
-    "tidy",
 ]
 
 #: Where a text that ends with a full stop was put into another; `..` in a path is none.

@@ -118,7 +118,7 @@ def _structure(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator
 
 
 def _is_untied(saved: list[list[str]], current: list[list[str]]) -> bool:
-    """Return whether whatever is tied now was tied then: one value can be put into two, not back."""
+    """Return whether what is tied now was tied then: one value goes into two, not back."""
     before = [set(group) for group in saved]
     return all(any(set(group) <= names for names in before) for group in current)
 

@@ -1,118 +1,29 @@
-"""bytes ↔ ``resume_point.json``, which names one resume point. Layer 1, pure, no torch.
-
-The file says what ``.snapshot_metadata`` can't: the step, who wrote which file with which digests,
-identities, values that are the same on every rank, why it was written and after what. It is written
-last; without it there is no generation. It ends with a digest of all its own other bytes, white
-space included, so that a change anywhere shows.
-"""
+"""bytes ↔ one resume point, with every check that the bytes alone allow. Layer 1, pure."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
 
 from dist_ckpt.errors import CorruptFileError, DigestMismatchError, FormatVersionError
+from dist_ckpt.resume_point._point import (
+    FORMAT,
+    INDEX_NAME,
+    VERSION,
+    Canonical,
+    ResumePoint,
+    shard_name,
+    state_name,
+)
+from dist_ckpt.resume_point._strict_json import load_strict_json
 
-__all__ = [
-    "FORMAT",
-    "INDEX_NAME",
-    "RESUME_POINT_NAME",
-    "VERIFIED_NAME",
-    "VERSION",
-    "Canonical",
-    "ResumePoint",
-    "encode_resume_point",
-    "load_strict_json",
-    "parse_resume_point",
-    "shard_name",
-    "state_name",
-]
-
-FORMAT = "dist_ckpt.resume_point"
-VERSION = 1
-RESUME_POINT_NAME = "resume_point.json"
-INDEX_NAME = ".snapshot_metadata"
-VERIFIED_NAME = "verified.json"
+__all__ = ["encode_resume_point", "parse_resume_point"]
 
 _FILE_NAME = re.compile(r"rank_\d{5,10}\.(shard|state)")
 _TAIL = re.compile(rb'"digest": "xxh3_128:([0-9a-f]{32})"\n}\n\Z')
-
-
-def shard_name(rank: int) -> str:
-    """Return the name of the file with a rank's parameters and moments."""
-    return f"rank_{rank:05d}.shard"
-
-
-def state_name(rank: int) -> str:
-    """Return the name of the file with everything else that a rank keeps."""
-    return f"rank_{rank:05d}.state"
-
-
-@dataclass(frozen=True, slots=True)
-class Canonical:
-    """How the canonical ``step_N.bin`` is made from a generation.
-
-    Attributes:
-        names: Parameters in the file's order, tied ones once.
-        num_params: Elements of all parameters together.
-        is_shard: Rank 0's shard already is the file, byte for byte.
-        refused: Why there can't be one, None where there can.
-        stateless: Parameters without moments; their m and v are zeros, and restore leaves them
-            without state.
-    """
-
-    names: tuple[str, ...]
-    num_params: int
-    is_shard: bool
-    refused: str | None = None
-    stateless: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ResumePoint:
-    """One restorable instant of the whole job, on all ranks.
-
-    Attributes:
-        run: Name of the run.
-        step: Finished optimizer updates.
-        id: Random name of this very save (32 hex digits).
-        parent: ``{"step", "id"}`` of the resume point that this attempt last saved or resumed from.
-        attempt: Which lifetime of the job wrote it, counted from 1.
-        time: Seconds since the epoch when it was committed; for people, never used to order.
-        reasons: Why it was written: cadence, SIGUSR1, SIGTERM, last, save, …
-        world_size: Number of ranks that wrote it.
-        files: name → ``{"size_bytes", "piece_bytes", "pieces", "whole"}``, see docs/format.md.
-        index: ``{"size_bytes", "digest"}`` of ``.snapshot_metadata``.
-        canonical: How step_N.bin is made from it.
-        identity: Structure, configuration, data, code and versions.
-        shared: Tagged JSON of the values that are the same on every rank (rank 0's).
-        notes: Free facts for people and later commands (progress of the data, lineage, …).
-    """
-
-    run: str
-    step: int
-    id: str
-    parent: Mapping[str, Any] | None
-    attempt: int
-    time: float
-    reasons: tuple[str, ...]
-    world_size: int
-    files: Mapping[str, Mapping[str, Any]]
-    index: Mapping[str, Any]
-    canonical: Canonical
-    identity: Mapping[str, Any]
-    shared: Any
-    notes: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all ranks' files together."""
-        return sum(int(record["size_bytes"]) for record in self.files.values())
 
 
 def encode_resume_point(point: ResumePoint) -> bytes:
@@ -278,44 +189,3 @@ def _own_digest(before: bytes, after: bytes) -> str:
     digest = xxhash.xxh3_128(before)
     digest.update(after)
     return str(digest.hexdigest())
-
-
-def load_strict_json(data: bytes, *, path: object) -> dict[str, Any]:
-    """Return the JSON object in ``data``; UTF-8 only, no duplicate keys, no NaN, bounded depth.
-
-    Raises:
-        CorruptFileError: Anything else.
-    """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            raise ValueError("a key occurs twice")
-        return result
-
-    def refuse(name: str) -> float:
-        raise ValueError(f"{name} is not JSON")
-
-    try:
-        body = _decode(data, unique, refuse)
-    except (ValueError, RecursionError) as error:
-        raise CorruptFileError(
-            f"{path} isn't readable JSON: {error}.",
-            next_step="Use another generation; `dist-ckpt verify RUN` names the whole ones.",
-            path=str(path),
-        ) from error
-    if not isinstance(body, dict):
-        raise CorruptFileError(
-            f"{path} holds a JSON {type(body).__name__} where an object is expected.",
-            next_step="Use another generation; `dist-ckpt verify RUN` names the whole ones.",
-            path=str(path),
-        )
-    return body
-
-
-def _decode(
-    data: bytes,
-    unique: Callable[[list[tuple[str, Any]]], dict[str, Any]],
-    refuse: Callable[[str], float],
-) -> Any:
-    return json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
