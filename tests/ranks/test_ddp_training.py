@@ -79,8 +79,8 @@ def test_a_last_save_that_fails_on_one_rank_gives_both_a_status_of_1(
     rank: int, tmp_path: Path
 ) -> None:
     """Cases 29 and 44."""
-    options = _options(tmp_path)
-    fault = Fault("pwrite", "*.shard", nth=3, error="EIO")
+    options = _options(tmp_path, settings={"deadline_secs": 0.1})
+    fault = Fault("pwrite", "*.shard", nth=3, times=None, error="EIO")
     with Job(options, ranks=2, faults={rank: [fault]}) as job:
         assert _wait_in_time(job) == [1, 1]
         assert f"rank {rank}: " in job.stderr(0)
