@@ -20,9 +20,12 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import torch.distributed
 
 from helpers.faulty_ops import Fault, faults_environment, read_strikes
 from helpers.training import NUM_SAMPLES, Options
@@ -30,6 +33,7 @@ from helpers.training import NUM_SAMPLES, Options
 HELPERS = Path(__file__).resolve().parent
 ROOT = HELPERS.parents[1]
 WAIT_SECS = 60.0
+STORE_LIMIT = timedelta(seconds=60)
 
 _NURSERY = """
 import json, os, signal, sys, traceback
@@ -164,7 +168,11 @@ class Job:
         self.out.mkdir(parents=True, exist_ok=True)
         self._folder = Path(tempfile.mkdtemp(prefix="job-", dir=self.out))
         if ranks > 1:
-            options = replace(options, store=str(self._folder / "store"))
+            # Hosted here, as torchrun's agent does: no kill of a rank may touch it. Not in a file:
+            # a rank killed between two writes of a FileStore's record leaves it torn, and whoever
+            # reads on from there, `init_process_group` too, loops for ever in native code.
+            self._store = torch.distributed.TCPStore("127.0.0.1", 0, None, True, STORE_LIMIT, False)
+            options = replace(options, store=f"127.0.0.1:{self._store.port}")
         make = _Fresh if fresh else _Forked
         self._ranks: list[_Forked | _Fresh] = []
         for rank in range(ranks):

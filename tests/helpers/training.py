@@ -61,7 +61,7 @@ class Options:
         clobber_secs: For so long after each boundary, all tensors hold other values.
         width: Of the hidden layer.
         config: The run's configuration.
-        store: File of the ranks' rendezvous; torchrun's environment without.
+        store: ``HOST:PORT`` of the ranks' rendezvous; torchrun's environment without.
         limit_secs: ``timeout_secs``.
     """
 
@@ -273,13 +273,12 @@ def _strike(training: Training, step: int, *, after: bool) -> None:
 def _init_group(options: Options, rank: int, world_size: int) -> None:
     from datetime import timedelta
 
-    from torch._C._distributed_c10d import FileStore
-
     limit = timedelta(seconds=options.limit_secs)
     if options.store is None:
         torch.distributed.init_process_group("gloo", timeout=limit)
         return
-    store = FileStore(options.store, world_size)
+    host, port = options.store.split(":")
+    store = torch.distributed.TCPStore(host, int(port), None, False, limit)
     torch.distributed.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=limit
     )
