@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dist_ckpt.errors import DistCkptError
     from dist_ckpt.export import read_bin, write_bin
     from dist_ckpt.loader import ResumableLoader
+    from dist_ckpt.rehearsal import rehearse
     from dist_ckpt.runs import Generation, Run, open_run
     from dist_ckpt.service import Checkpointer
 
@@ -33,6 +34,7 @@ __all__ = [
     "compare",
     "open_run",
     "read_bin",
+    "rehearse",
     "write_bin",
 ]
 
@@ -47,6 +49,7 @@ _HOMES = {
     "compare": "comparison",
     "open_run": "runs",
     "read_bin": "export",
+    "rehearse": "rehearsal",
     "write_bin": "export",
 }
 

@@ -8,6 +8,19 @@ restore runs `Captured.prepare`, reads the tensors into what it returns, then `l
 from __future__ import annotations
 
 from dist_ckpt.capture._captured import Captured
+from dist_ckpt.capture._parts import check_stateful, load_stateful, state_of
+from dist_ckpt.capture._rng import Generator, encode_rng, restore_rng
 from dist_ckpt.capture._values import LiveTensor, Stateful, Structure
 
-__all__ = ["Captured", "LiveTensor", "Stateful", "Structure"]
+__all__ = [
+    "Captured",
+    "Generator",
+    "LiveTensor",
+    "Stateful",
+    "Structure",
+    "check_stateful",
+    "encode_rng",
+    "load_stateful",
+    "restore_rng",
+    "state_of",
+]

@@ -126,7 +126,9 @@ def _tell_replay(result: dict[str, Any]) -> str:
         text += f", the first that differs is {result['first_difference']}"
     if not result["comparable"]:
         text += " (bit-equality couldn't be asked for)"
-    return text + ("" if result["complete"] else "; ended inside the window")
+    text += "" if result["complete"] else "; ended inside the window"
+    cause = result.get("likely_cause")
+    return text if cause is None else f"{text}\n    likely cause: {cause}"
 
 
 def _draw(curves: Sequence[dict[str, Any]], path: Path) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt.history._array_file import read_or_none
@@ -59,6 +59,7 @@ class History:
         self._window: ReplayWindow | None = None
         self._resumed_step = 0
         self._comparable = True
+        self._explain: Callable[[], str | None] = lambda: None
         self._logged_metrics: set[int] = set()
         self._sync_lock = threading.Lock()
         self._closed = False
@@ -122,6 +123,13 @@ class History:
                 last_found=gap.last_found,
             )
         return gap
+
+    def explain_by(self, explain: Callable[[], str | None]) -> None:
+        """Have ``explain`` asked for a likely cause where a replayed loss differs.
+
+        Not where the first one does: that needs nothing but a forward pass of what was restored.
+        """
+        self._explain = explain
 
     def record(self, step: int, loss: float | None, metrics: Mapping[str, Any]) -> None:
         """Log one step: its loss in the loss file, the rest in the metrics. O(1), not durable.
@@ -251,6 +259,7 @@ class History:
                 logged=window.spelled(step),
                 replayed=spell_loss(loss),
                 comparable=self._comparable,
+                likely_cause=self._explain() if window.differs_later else None,
             )
         if not agreed or step == window.last_step:
             self._finish_replay(complete=True)
@@ -269,6 +278,7 @@ class History:
             first_step=window.first_step,
             complete=complete,
             comparable=self._comparable,
+            likely_cause=self._explain() if window.differs_later else None,
         )
         self.journal.append(REPLAYED, step=window.last_step, **self.replay.to_event())
 
@@ -301,6 +311,9 @@ class NullHistory:
 
     def gap(self, step: int, mark: Any) -> LossGap | None:
         """Return nothing."""
+
+    def explain_by(self, explain: Callable[[], str | None]) -> None:
+        """Do nothing."""
 
     def record(self, step: int, loss: float | None, metrics: Mapping[str, Any]) -> None:
         """Do nothing."""

@@ -35,6 +35,8 @@ class ReplayResult:
             attempt ended inside it.
         comparable: Whether bit-equality could be asked for (same world size, devices, versions,
             configuration).
+        likely_cause: What explains the difference without a fault of the resume; None where nothing
+            is known that would.
     """
 
     attempt: int | None
@@ -45,6 +47,7 @@ class ReplayResult:
     first_step: int | None
     complete: bool
     comparable: bool
+    likely_cause: str | None = None
 
     @property
     def all_agreed(self) -> bool:
@@ -61,6 +64,7 @@ class ReplayResult:
             "first_step": self.first_step,
             "complete": self.complete,
             "comparable": self.comparable,
+            "likely_cause": self.likely_cause,
         }
 
 
@@ -80,6 +84,11 @@ class ReplayWindow:
         self.last_step = max(self._losses)
         self.agreed = 0
         self.first_difference: int | None = None
+
+    @property
+    def differs_later(self) -> bool:
+        """Whether a loss differs though the first, which needs a forward pass only, agreed."""
+        return self.first_difference is not None and self.first_difference != self.first_step
 
     def agrees(self, step: int, loss: float) -> bool:
         """Return whether ``step`` came out bit for bit as logged, and count it.
@@ -127,6 +136,7 @@ def replay_summary(journal: Iterable[Mapping[str, Any]]) -> list[ReplayResult]:
             first_step=event.get("first_step"),
             complete=event.get("complete", True),
             comparable=event.get("comparable", True),
+            likely_cause=event.get("likely_cause"),
         )
         for event in journal
         if event.get("event") == REPLAYED

@@ -144,7 +144,8 @@ def _in_what_is_left(first: First, found: Sequence[Track], *, is_first: bool) ->
             f"No fault of the resume: on {found[0].world_size} ranks DistributedDataParallel sums "
             "gradients in other buckets from its second backward on, and a new process has its "
             "first again. The loss of the first step is the same, so the state was restored. "
-            "With find_unused_parameters=True the buckets stay as they are."
+            "Call dist_ckpt.rehearse() before the loop, at every start; with "
+            "find_unused_parameters=True the buckets stay as they are."
         )
     words = first.kinds[STATE]
     if set(words) <= {"model", "buffers", "optimizer"}:

@@ -58,6 +58,7 @@ class Losses:
         self._pending: list[_Entry] = []
         # Agreed numbers that the disk didn't take yet; a full disk must not end training.
         self._unwritten: list[_Line] = []
+        self._told_replay = False
         # Apart from the list, which holds a line for an instant at every step: another thread
         # looks.
         self._was_refused = False
@@ -149,7 +150,20 @@ class Losses:
                 self._was_refused = True
                 return
             self._unwritten.pop(0)
+            self._tell_replay()
         self._was_refused = False
+
+    def _tell_replay(self) -> None:
+        """Say once why replayed losses differ, where that is no fault of the resume."""
+        replay = self._history.replay
+        if replay is None or self._told_replay:
+            return
+        self._told_replay = True
+        if replay.likely_cause is not None:
+            self._warn(
+                f"replayed losses differ from those logged, from step {replay.first_difference} on "
+                f"({replay.agreed} agreed). Likely cause: {replay.likely_cause}"
+            )
 
     def _entry(self, step: int) -> _Entry:
         if not self._pending or self._pending[-1].step != step:

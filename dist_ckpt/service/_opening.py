@@ -20,6 +20,7 @@ from dist_ckpt.service._resuming import Start, start_run
 from dist_ckpt.service._saver import Saver, Subject
 from dist_ckpt.service._session import Session
 from dist_ckpt.service._settings import Settings
+from dist_ckpt.service._sums import likely_cause
 from dist_ckpt.service._voice import Voice
 from dist_ckpt.service._witness import call_witness
 from dist_ckpt.signals import SignalWatch
@@ -82,6 +83,8 @@ def _open(trainer: Trainer, comm: Comm, watch: SignalWatch) -> Session:
         )
         mean = trainer.settings.reduce == "mean"
         losses = Losses(attempt.history, comm, voice.warn, mean=mean)
+        # Asked when a replayed loss differs: a script may rehearse until its loop begins.
+        attempt.history.explain_by(lambda: likely_cause(trainer.given[0], comm.world_size))
         keeper = Keeper(attempt, voice.warn) if comm.rank == 0 else None
         saver = _build_saver(
             trainer, attempt, comm, start, losses=losses, voice=voice, keeper=keeper

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
-from torch.nn.parallel import DistributedDataParallel
 
 from dist_ckpt.comm import Comm
 from dist_ckpt.resume import Resumed
-from dist_ckpt.service._strays import find_strays, listed
+from dist_ckpt.service._strays import find_strays
+from dist_ckpt.service._sums import reorders_sums
 from dist_ckpt.slices import Role
 from dist_ckpt.storage import AppendFile
 
@@ -76,7 +76,7 @@ class Witness:
         """Tell what the loop begins with, random state included; once."""
         if not self._has_started:
             self._has_started = True
-            reordered = any(map(_reorders_sums, _modules(self._given[0])))
+            reordered = reorders_sums(self._given[0])
             self._write("start", step=step, reordered=reordered, **self._look(), **self._ends())
 
     def step(self, step: int, loss: float | None) -> None:
@@ -141,15 +141,6 @@ class Witness:
 
     def _write(self, kind: str, **fields: Any) -> None:
         self._file.append(json.dumps({"kind": kind, **fields}, allow_nan=False).encode() + b"\n")
-
-
-def _modules(models: Any) -> list[torch.nn.Module]:
-    return [module for model in listed(models) for module in model.modules()]
-
-
-def _reorders_sums(module: torch.nn.Module) -> bool:
-    """Return whether a wrapper sums gradients in another order after its first backward."""
-    return isinstance(module, DistributedDataParallel) and not module.find_unused_parameters
 
 
 def _frame_of_user() -> Any:

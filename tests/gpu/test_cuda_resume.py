@@ -1,6 +1,6 @@
 """On a real GPU: saves that overlap training hold one instant, and a resumed run is bit-equal.
 
-``pytest -m gpu tests/gpu`` on a machine with a CUDA device; under a minute. Not yet run on one.
+``pytest -m gpu tests/gpu`` on a machine with a CUDA device. The proofs are in test_cuda_proofs.py.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch.distributed
+from torch._C._distributed_c10d import TCPStore
 
 from helpers.faulty_ops import Fault, faults_environment, read_strikes
 from helpers.training import NUM_SAMPLES, Options
@@ -171,7 +171,7 @@ class Job:
             # Hosted here, as torchrun's agent does: no kill of a rank may touch it. Not in a file:
             # a rank killed between two writes of a FileStore's record leaves it torn, and whoever
             # reads on from there, `init_process_group` too, loops for ever in native code.
-            self._store = torch.distributed.TCPStore("127.0.0.1", 0, None, True, STORE_LIMIT, False)
+            self._store = TCPStore("127.0.0.1", 0, None, True, STORE_LIMIT, False)
             options = replace(options, store=f"127.0.0.1:{self._store.port}")
         make = _Fresh if fresh else _Forked
         self._ranks: list[_Forked | _Fresh] = []

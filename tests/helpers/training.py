@@ -273,12 +273,14 @@ def _strike(training: Training, step: int, *, after: bool) -> None:
 def _init_group(options: Options, rank: int, world_size: int) -> None:
     from datetime import timedelta
 
+    from torch._C._distributed_c10d import TCPStore
+
     limit = timedelta(seconds=options.limit_secs)
     if options.store is None:
         torch.distributed.init_process_group("gloo", timeout=limit)
         return
     host, port = options.store.split(":")
-    store = torch.distributed.TCPStore(host, int(port), None, False, limit)
+    store = TCPStore(host, int(port), None, False, limit)
     torch.distributed.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=limit
     )
