@@ -39,6 +39,8 @@ __all__ = ["RankContext", "RankResult", "RanksHungError", "Strike", "run_ranks"]
 Body = Callable[..., Any]
 
 POLL_SECS = 0.01
+#: `torch._dynamo` is what the first optimizer or DDP imports: 1.5 s of CPU in each child otherwise.
+PRELOAD = ["torch", "torch.distributed", "numpy", "torch._dynamo", "dist_ckpt.service"]
 STORE_WAIT_SECS = 20.0
 
 
@@ -230,7 +232,7 @@ class _Forked:
 
     def __init__(self, order: _Order) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+        context.set_forkserver_preload(PRELOAD)
         self._process = context.Process(target=_child_main, args=(order,), daemon=True)
         self._process.start()
         self.pid = self._process.pid or 0
