@@ -20,6 +20,7 @@ from dist_ckpt.cli import (
     _look,
     _loss,
     _prove,
+    _reshard,
     _verify,
 )
 from dist_ckpt.cli._answer import Answer, dump
@@ -172,7 +173,7 @@ def _app() -> typer.Typer:
         add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, help=_HELP
     )
     app.callback()(_root)
-    for module in (_look, _verify, _export, _diff, _ask, _loss, _prove):
+    for module in (_look, _verify, _export, _diff, _ask, _loss, _prove, _reshard):
         for command in module.COMMANDS:
             app.command()(command)
     # For the list of commands; the words behind it never get here.

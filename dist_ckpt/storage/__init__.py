@@ -10,6 +10,7 @@ from __future__ import annotations
 from dist_ckpt.storage._append import AppendFile
 from dist_ckpt.storage._arena import Arena
 from dist_ckpt.storage._digest import FileDigest, digest_bytes
+from dist_ckpt.storage._forward import Buffers, ForwardReader, ForwardWriter
 from dist_ckpt.storage._link import link_or_copy
 from dist_ckpt.storage._lock import RunLock, lock_holder
 from dist_ckpt.storage._names import (
@@ -40,7 +41,10 @@ __all__ = [
     "PIECE_BYTES",
     "AppendFile",
     "Arena",
+    "Buffers",
     "FileDigest",
+    "ForwardReader",
+    "ForwardWriter",
     "Ops",
     "RunLock",
     "Segment",

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import os
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from dist_ckpt.errors import SettingError
 from dist_ckpt.storage._digest import FileDigest, digest_piece, piece_count
-from dist_ckpt.storage._files import new_file, progress
-from dist_ckpt.storage._guard import guard, named
+from dist_ckpt.storage._direct import DirectWriter, preallocate
+from dist_ckpt.storage._files import new_file
+from dist_ckpt.storage._guard import guard
 from dist_ckpt.storage._ops import PAGE_BYTES, PIECE_BYTES, get_ops, round_up
 from dist_ckpt.storage._pool import for_each
 from dist_ckpt.storage._space import check_space
 
 if TYPE_CHECKING:
     from dist_ckpt.storage._types import ByteArray, Path
-
-_NO_DIRECT: Final = (errno.EINVAL, errno.EOPNOTSUPP)
-_NO_FALLOCATE: Final = (errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def write_shard(path: Path, buffer: ByteArray, size_bytes: int, *, threads: int = 4) -> FileDigest:
@@ -48,7 +45,7 @@ def write_shard(path: Path, buffer: ByteArray, size_bytes: int, *, threads: int 
     padded_bytes = round_up(size_bytes)
     check_space(os.path.dirname(os.fspath(path)) or ".", padded_bytes)
     with new_file(path, mode=0o400, need_bytes=padded_bytes) as fd:
-        _preallocate(fd, path, padded_bytes)
+        preallocate(fd, path, padded_bytes)
         writer = _PieceWriter(fd, path, buffer, size_bytes)
         for_each(range(len(writer.pieces)), lambda: writer.write, threads)
         if padded_bytes != size_bytes:
@@ -62,64 +59,16 @@ class _PieceWriter:
 
     def __init__(self, fd: int, path: Path, buffer: ByteArray, size_bytes: int) -> None:
         self.pieces: list[str] = [""] * piece_count(size_bytes)
-        self._fd = fd
-        self._path = path
         self._view = buffer.data
         self._size_bytes = size_bytes
-        self._direct = self._try_direct()
+        self._file = DirectWriter(fd, path, size_bytes)
 
     def write(self, piece: int) -> None:
         """Write one piece whole and keep its digest."""
         start = piece * PIECE_BYTES
         stop = min(start + PIECE_BYTES, self._size_bytes)
         self.pieces[piece] = digest_piece(self._view[start:stop])
-        at = start
-        with guard("write to", self._path, need_bytes=self._size_bytes, creating=True):
-            while at < stop:
-                at += self._write_some(at, stop)
-
-    def _write_some(self, at: int, stop: int) -> int:
-        direct = self._direct
-        end = round_up(stop) if direct else stop
-        try:
-            taken = get_ops().pwrite(self._fd, self._view[at:end], at)
-        except OSError as error:
-            if not direct or error.errno not in _NO_DIRECT:
-                raise
-            self._leave_direct()
-            return 0
-        progress(taken, self._path)
-        if direct and at + taken < stop and taken % PAGE_BYTES:
-            # The next direct write has to begin on a page; less than one page at a time is no way
-            # to go on.
-            taken -= taken % PAGE_BYTES
-            if not taken:
-                self._leave_direct()
-        return taken
-
-    def _try_direct(self) -> bool:
-        try:
-            get_ops().set_direct(self._fd, on=True)
-        except OSError as error:
-            if error.errno not in _NO_DIRECT:
-                raise named(error, "open", self._path) from error
-            return False
-        return True
-
-    def _leave_direct(self) -> None:
-        # Several threads may come here at once: both lines may be done twice.
-        get_ops().set_direct(self._fd, on=False)
-        self._direct = False
-
-
-def _preallocate(fd: int, path: Path, size_bytes: int) -> None:
-    if size_bytes == 0:
-        return
-    try:
-        get_ops().fallocate(fd, size_bytes)
-    except OSError as error:
-        if error.errno not in _NO_FALLOCATE:
-            raise named(error, "allocate blocks for", path, need_bytes=size_bytes) from error
+        self._file.put(self._view[start:], start, stop)
 
 
 def _check(buffer: ByteArray, size_bytes: int, threads: int) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import mmap
 import os
 import threading
-from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -15,9 +13,10 @@ import numpy as np
 from dist_ckpt.errors import UsageError
 from dist_ckpt.storage._arena import Arena
 from dist_ckpt.storage._digest import digest_piece
+from dist_ckpt.storage._direct import DirectReader
 from dist_ckpt.storage._files import ends_early, fill, open_regular
-from dist_ckpt.storage._guard import guard, named
-from dist_ckpt.storage._ops import PAGE_BYTES, PIECE_BYTES, get_ops, round_up
+from dist_ckpt.storage._guard import guard
+from dist_ckpt.storage._ops import PIECE_BYTES
 from dist_ckpt.storage._pool import for_each
 from dist_ckpt.storage._read import require_same
 from dist_ckpt.storage._shard import check_threads
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from dist_ckpt.storage._digest import FileDigest
     from dist_ckpt.storage._types import ByteArray, Path
 
-_NO_DIRECT: Final = (errno.EINVAL, errno.EOPNOTSUPP)
 _CHUNK_BYTES: Final = 4 * 2**20
 
 
@@ -125,13 +123,11 @@ class _PieceReader:
         direct: bool,
         progress: Callable[[int], None] | None,
     ) -> None:
-        self._fd = fd
         self._label = label
         self._digest = digest
         self._progress = progress
         self._telling = threading.Lock()
-        self._forget = direct  # where direct reads are refused
-        self._direct = direct and self._try_direct()
+        self._file = DirectReader(fd, label, digest.size_bytes, direct=direct)
 
     def worker(self) -> Callable[[int], None]:
         """Return what reads a piece, with a buffer of its own."""
@@ -140,58 +136,13 @@ class _PieceReader:
 
         def read_piece(piece: int) -> None:
             start, stop = self._digest.piece_range(piece)
-            self._fill(buffer, start, stop)
+            self._file.fill(buffer, start, stop)
             require_same(self._label, piece, self._digest, digest_piece(buffer[: stop - start]))
             if self._progress is not None:
                 with self._telling:
                     self._progress(stop - start)
 
         return read_piece
-
-    def _fill(self, buffer: memoryview, start: int, stop: int) -> None:
-        if self._direct and self._fill_direct(buffer, start, stop):
-            return
-        self._drop_pages(start, stop)
-        fill(self._fd, [buffer[: stop - start]], start, self._label)
-        self._drop_pages(start, stop)
-
-    def _fill_direct(self, buffer: memoryview, start: int, stop: int) -> bool:
-        """Return whether the buffer was filled; False where a direct read was refused."""
-        ops = get_ops()
-        want = round_up(stop - start)
-        at = 0
-        with guard("read", self._label):
-            while at < stop - start:
-                try:
-                    got = ops.preadv(self._fd, [buffer[at:want]], start + at)
-                except OSError as error:
-                    if error.errno not in _NO_DIRECT:
-                        raise
-                    ops.set_direct(self._fd, on=False)
-                    self._direct = False
-                    return False
-                if got <= 0:
-                    raise ends_early(self._label, self._digest.size_bytes, start + at)
-                at += got
-                if at < stop - start and at % PAGE_BYTES:
-                    at -= at % PAGE_BYTES  # a direct read begins on a page
-                    if got < PAGE_BYTES:
-                        raise ends_early(self._label, self._digest.size_bytes, start + at + got)
-        return True
-
-    def _try_direct(self) -> bool:
-        try:
-            get_ops().set_direct(self._fd, on=True)
-        except OSError as error:
-            if error.errno not in _NO_DIRECT:
-                raise named(error, "open", self._label) from error
-            return False
-        return True
-
-    def _drop_pages(self, start: int, stop: int) -> None:
-        if self._forget:
-            with suppress(OSError):  # advice only
-                get_ops().fadvise_dontneed(self._fd, start, stop - start)
 
 
 def _choose(digest: FileDigest, pieces: Collection[int] | None, label: str) -> list[int]:

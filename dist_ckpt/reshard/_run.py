@@ -1,0 +1,142 @@
+"""The new run directory: under another name until it is whole, with the history up to its step."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import secrets
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from dist_ckpt import storage
+from dist_ckpt.errors import LockedError, StorageError, UsageError
+from dist_ckpt.history import History, RunHistory, read_history
+
+__all__ = ["carry_history", "check_new", "new_run"]
+
+_LOCK_FILE = "run.lock"
+
+
+def check_new(out: Path, source: Path) -> None:
+    """Return if a run directory may be made at ``out``.
+
+    Args:
+        out: Absolute.
+        source: The run directory that is read.
+
+    Raises:
+        UsageError: Something is there, the parent isn't, or it lies in the source.
+    """
+    if storage.exists(out):
+        raise UsageError(
+            f"{out} is there already.",
+            next_step="Choose another -o; nothing is ever replaced.",
+            path=str(out),
+        )
+    if not out.name or not storage.is_dir(out.parent):
+        raise UsageError(
+            f"{out.parent} isn't a directory, so no run can be made there.",
+            next_step="Make it first, or choose another -o.",
+            path=str(out),
+        )
+    real = Path(os.path.realpath(out.parent))
+    if real.is_relative_to(os.path.realpath(source)):
+        raise UsageError(
+            f"{out} lies inside the run that is read, which isn't touched.",
+            next_step="Choose an -o beside it.",
+            path=str(out),
+        )
+
+
+@contextmanager
+def new_run(out: Path) -> Iterator[Path]:
+    """Give an empty directory that gets the name ``out``, durably, when it is left without error.
+
+    Left by an error, it is gone. What an earlier call left that was killed is removed. It is locked
+    meanwhile, so that nobody trains in it before it is ready.
+
+    Raises:
+        StorageError: Something is at ``out`` now, or the system refused.
+    """
+    _clean(out)
+    temporary = out.parent / f".tmp-{out.name}-{secrets.token_hex(4)}"
+    storage.make_dir(temporary)
+    lock = storage.RunLock(temporary / _LOCK_FILE)
+    try:
+        lock.acquire({"pid": os.getpid(), "host": socket.gethostname(), "command": "reshard"})
+        yield temporary
+        storage.sync_dir(temporary)
+        storage.rename_durable(temporary, out)
+    except BaseException:
+        with suppress(StorageError):  # the first error is the one to tell
+            storage.remove_tree(temporary)
+        raise
+    finally:
+        lock.release()
+
+
+def _clean(out: Path) -> None:
+    """Remove what killed calls for the same name left; those that are alive hold their lock."""
+    pattern = re.compile(rf"\.tmp-{re.escape(out.name)}-[0-9a-f]{{8}}")
+    for name in storage.list_names(out.parent):
+        if not pattern.fullmatch(name):
+            continue
+        lock = storage.RunLock(out.parent / name / _LOCK_FILE)
+        with suppress(LockedError):
+            lock.acquire({"pid": os.getpid()})
+            storage.remove_tree(out.parent / name)
+        lock.release()
+
+
+def carry_history(
+    source: Path | None, target: Path, name: str, *, step: int, facts: Mapping[str, Any]
+) -> None:
+    """Have the history of a run up to ``step`` in a new run, and how it came there in its journal.
+
+    Args:
+        source: The run directory; None where the generation lies in none.
+        target: The new one.
+        name: The new run's.
+        step: Later entries are left out.
+        facts: Of the journal's event ``resharded``.
+    """
+    with History(target, name, 0) as history:
+        if source is not None:
+            found = read_history(source)
+            _carry(found, history, step)
+        history.journal.append("resharded", step=step, **facts)
+
+
+def _carry(found: RunHistory, history: History, step: int) -> None:
+    kinds = {
+        event.get("step"): event.get("kind")
+        for event in found.journal
+        if event.get("event") == "loss_not_finite"
+    }
+    for at, loss in found.loss:
+        if at <= step:
+            value = _not_finite(kinds.get(at)) if loss is None else loss
+            history.record(at, value, {})
+    for line in found.metrics:
+        if line["step"] <= step:
+            history.metrics.append(line["step"], _metrics(line))
+    for sample in found.samples:
+        if sample["step"] <= step:
+            history.samples.append(sample["step"], sample.get("text") or "", sample.get("loss"))
+
+
+def _not_finite(kind: object) -> float:
+    return float(kind) if kind in {"inf", "-inf"} else math.nan
+
+
+def _metrics(line: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = line.get("nonfinite", {})
+    return {
+        name: _not_finite(kinds[name]) if name in kinds else value
+        for name, value in line.items()
+        if name not in {"step", "nonfinite"}
+    }
