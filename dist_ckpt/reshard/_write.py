@@ -91,7 +91,8 @@ def write_files(
     """
     contained = Contained()
     files: dict[str, FileDigest] = {}
-    with Fetch(job.directory, job.digests, parts.buffers, parts.read_pool) as fetch:
+    # Past the page cache, as a generation was written: it needs less of the processor, too.
+    with Fetch(job.directory, job.digests, parts.buffers, parts.read_pool, direct=True) as fetch:
         copy = _Copy(job, fetch, contained, progress)
         sizes = [layout.shard_bytes for layout in job.plan.layout.ranks]
         with _writers(directory, shard_name, sizes, parts) as writers:
