@@ -17,6 +17,7 @@ from dist_ckpt.cli import (
     _ask,
     _diff,
     _export,
+    _import,
     _look,
     _loss,
     _prove,
@@ -173,9 +174,10 @@ def _app() -> typer.Typer:
         add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, help=_HELP
     )
     app.callback()(_root)
-    for module in (_look, _verify, _export, _diff, _ask, _loss, _prove, _reshard):
+    for module in (_look, _verify, _export, _import, _diff, _ask, _loss, _prove, _reshard):
         for command in module.COMMANDS:
-            app.command()(command)
+            # `import` is a word of Python's: its function has a name with a dash behind it.
+            app.command(command.__name__.rstrip("_"))(command)
     # For the list of commands; the words behind it never get here.
     app.command("run", add_help_option=False)(_run)
     return app

@@ -7,6 +7,7 @@ prints.
 
 from __future__ import annotations
 
+from dist_ckpt.proof._command import resolve_command
 from dist_ckpt.proof._launch import Launch, Order
 from dist_ckpt.proof._prove import DEFAULT_TIMEOUT_SECS, DEFAULT_UNTIL, Plan, Proof, run_proof
 from dist_ckpt.proof._report import describe, write_report
@@ -19,6 +20,7 @@ __all__ = [
     "Plan",
     "Proof",
     "describe",
+    "resolve_command",
     "run_proof",
     "write_report",
 ]

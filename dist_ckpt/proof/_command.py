@@ -36,7 +36,7 @@ def resolve_command(words: Sequence[str]) -> list[str]:
     if not is_ours and shutil.which(first) is None:
         raise UsageError(
             f"There is no command {first}.",
-            next_step="Write it as in a shell, behind two dashes: dist-ckpt prove -- python a.py",
+            next_step="Write it as in a shell, behind two dashes: -- python train.py",
             found=first,
         )
     if _PYTHON.fullmatch(first):

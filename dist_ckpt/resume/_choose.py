@@ -16,8 +16,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dist_ckpt import storage
-from dist_ckpt.canonical import parse_step_name
 from dist_ckpt.capture import Captured
 from dist_ckpt.comm import Comm
 from dist_ckpt.errors import (
@@ -27,6 +25,7 @@ from dist_ckpt.errors import (
     RankFailedError,
 )
 from dist_ckpt.generations import StoredGenerations, is_bad_bytes
+from dist_ckpt.resume._bins import advise_import
 from dist_ckpt.resume._derive import derive_rng
 from dist_ckpt.resume._read import Reader
 from dist_ckpt.resume_point import ResumePoint
@@ -54,6 +53,8 @@ class Resumed:
         skipped: Newer generations that can't be used.
         notes: What isn't as it was, for people and the journal.
         secs: How long restoring it took on this rank, choosing left out.
+        imported: The .bin that its weights and moments came from, at the start of an import: data,
+            schedule and random state are as the program built them.
         restore_rng: Call it last, after everything that draws.
     """
 
@@ -62,6 +63,7 @@ class Resumed:
     skipped: tuple[Skipped, ...] = ()
     notes: tuple[str, ...] = ()
     secs: float = 0.0
+    imported: str | None = None
     restore_rng: Callable[[], None] = field(default=lambda: None, repr=False)
 
 
@@ -130,16 +132,8 @@ def _own_steps(store: StoredGenerations, comm: Comm) -> bytes | None:
 
 
 def _way_out(store: StoredGenerations) -> str:
-    names = storage.list_names(store.run_dir)
-    bins = [name for name in names if name.endswith(".bin") and parse_step_name(name) is not None]
-    if bins:
-        newest = max(bins, key=lambda name: parse_step_name(name) or 0)
-        path = store.run_dir / newest
-        return (
-            f"{path} may still be good (`dist-ckpt verify {path}` tells); its weights and moments "
-            f"start a new run: dist-ckpt import {path} NEW_RUN -- COMMAND"
-        )
-    return "Restore a copy of the run directory, or start a new run in another directory."
+    otherwise = "Restore a copy of the run directory, or start a new run in another directory."
+    return advise_import(store) or otherwise
 
 
 class _Unusable(Exception):  # noqa: N818 - never leaves this module

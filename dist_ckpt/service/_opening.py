@@ -13,6 +13,7 @@ from dist_ckpt import announce
 from dist_ckpt.capture import Captured
 from dist_ckpt.comm import Comm, connect
 from dist_ckpt.service._attempt import Attempt, open_attempt
+from dist_ckpt.service._importing import save_import
 from dist_ckpt.service._job import Saves
 from dist_ckpt.service._keeper import Keeper
 from dist_ckpt.service._losses import Losses
@@ -91,7 +92,10 @@ def _open(trainer: Trainer, comm: Comm, watch: SignalWatch) -> Session:
         )
         if keeper is not None:
             keeper.newest = lambda: saver.committed_step
-        witness = call_witness(trainer, comm, start.resumed)
+        resumed = start.resumed
+        if start.imported is not None:
+            resumed = save_import(saver, attempt, start.imported)
+        witness = call_witness(trainer, comm, resumed)
     except BaseException as error:
         attempt.journal("attempt_failed", error=str(error))
         attempt.close()
@@ -104,7 +108,7 @@ def _open(trainer: Trainer, comm: Comm, watch: SignalWatch) -> Session:
         saver=saver,
         losses=losses,
         voice=voice,
-        resumed=start.resumed,
+        resumed=resumed,
         keeper=keeper,
         witness=witness,
     )

@@ -13,10 +13,11 @@ from dist_ckpt.capture import Captured
 from dist_ckpt.comm import Comm
 from dist_ckpt.errors import NotFoundError, NoUsableGenerationError, UsageError
 from dist_ckpt.history import read_journal
-from dist_ckpt.resume import Resumed, restore_newest
+from dist_ckpt.resume import Imported, Resumed, advise_import, import_bin, restore_newest
 from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.service._attempt import Attempt
-from dist_ckpt.service._settings import Settings
+from dist_ckpt.service._importing import report_import
+from dist_ckpt.service._settings import IMPORT_VARIABLE, Settings
 from dist_ckpt.service._voice import Voice
 
 __all__ = ["Start", "start_run"]
@@ -32,12 +33,14 @@ class Start:
             versions.
         parent: ``{"step", "id", "content"}`` of the resume point.
         unverified: Steps of generations that were never read back as a whole.
+        imported: What was taken from a .bin instead of a resume point.
     """
 
     resumed: Resumed | None
     identity: Mapping[str, Any]
     parent: Mapping[str, Any] | None
     unverified: tuple[int, ...]
+    imported: Imported | None = None
 
 
 def start_run(
@@ -76,6 +79,9 @@ def start_run(
         generators=generators,
         only=rewind_to,
     )
+    imported: Imported | None = None
+    if resumed is None and settings.import_path is not None:
+        imported = import_bin(settings.import_path, comm, captured)
     facts = found.facts
     if resumed is not None:
         facts = identity.carry_on(resumed.point.identity, facts)
@@ -85,7 +91,7 @@ def start_run(
         """Rank 0: leave the run directory as this attempt goes on from it."""
         if comm.rank != 0:
             return []
-        comparable = _report(attempt, resumed, admitted, comm, voice)
+        comparable = _report(attempt, resumed, imported, admitted, comm=comm, voice=voice)
         words = {"accept": sorted(settings.accepted), "omit": sorted(settings.omitted)}
         if resumed is not None and any(words.values()):
             attempt.journal("restored_with", step=resumed.step, **words)
@@ -93,13 +99,14 @@ def start_run(
             _look_for_losses(attempt, resumed.point, voice)
         if rewind_to is not None:
             _rewind(attempt, rewind_to, voice)
-        attempt.history.begin(resumed.step if resumed else None, comparable=comparable)
+        begin = resumed or imported
+        attempt.history.begin(begin.step if begin else None, comparable=comparable)
         store = attempt.store
         return [step for step in store.steps() if store.verified_at(step) is None]
 
     unverified = comm.together("setting aside and journalling", settle)
     told = comm.broadcast(json.dumps(unverified).encode() if comm.rank == 0 else None)
-    return Start(resumed, facts, _parent(resumed), tuple(json.loads(told)))
+    return Start(resumed, facts, _parent(resumed), tuple(json.loads(told)), imported)
 
 
 def _say_unknown(
@@ -161,6 +168,14 @@ def _check_settings(
             next_step="Use another run directory, or resume='auto'.",
             path=str(attempt.store.run_dir),
         )
+    if steps and settings.import_path is not None and not _is_restart():
+        raise UsageError(
+            f"{settings.import_path} is to be imported, but {attempt.store.run_dir} has "
+            f"generations up to step {steps[-1]}.",
+            next_step="Import into a new run directory; or resume this one, without "
+            f"{IMPORT_VARIABLE}.",
+            path=str(attempt.store.run_dir),
+        )
     if not steps and "fresh_start" not in settings.accepted:
         _refuse_to_begin_anew(attempt)
     if rewind_to is not None and rewind_to not in steps:
@@ -182,22 +197,33 @@ def _refuse_to_begin_anew(attempt: Attempt) -> None:
         return
     had = f"the journal tells of step {saved[-1]}" if saved else "it had some"
     where = f"; set aside in archive/: {', '.join(aside)}" if aside else ""
+    advice = advise_import(store)
     raise NoUsableGenerationError(
         f"{store.run_dir} has no generation, though {had}{where}.",
         next_step="Is the disk mounted? Move a good one back into checkpoints/, start in another "
-        "directory, or begin at step 0 on purpose with accept=('fresh_start',).",
+        "directory, or begin at step 0 on purpose with accept=('fresh_start',)."
+        + (f" {advice}" if advice else ""),
         path=str(store.run_dir),
         skipped={},
     )
 
 
 def _report(
-    attempt: Attempt, resumed: Resumed | None, admitted: list[Any], comm: Comm, voice: Voice
+    attempt: Attempt,
+    resumed: Resumed | None,
+    imported: Imported | None,
+    admitted: list[Any],
+    *,
+    comm: Comm,
+    voice: Voice,
 ) -> bool:
     """Rank 0: say, journal and set aside; return whether replayed losses must be bit-equal."""
     journal, store = attempt.journal, attempt.store
     for name in attempt.removed:
         voice.say(f"removed {name}, left by an interrupted save")
+    if imported is not None:
+        report_import(attempt, imported, voice)
+        return True
     if resumed is None:
         journal("fresh_start", step=0)
         voice.say("starts at step 0")

@@ -13,6 +13,7 @@ from dist_ckpt.errors import SettingError
 from dist_ckpt.generations import Retention
 
 __all__ = [
+    "IMPORT_VARIABLE",
     "OMIT_VARIABLE",
     "STOP_AT_VARIABLE",
     "WITNESS_VARIABLE",
@@ -29,6 +30,7 @@ Reduce = Literal["rank0", "mean"]
 Resume = Literal["auto", "never"] | int
 
 _ACCEPT_VARIABLE = "DIST_CKPT_ACCEPT"
+IMPORT_VARIABLE = "DIST_CKPT_IMPORT"
 OMIT_VARIABLE = "DIST_CKPT_OMIT_RESTORE"
 STOP_AT_VARIABLE = "DIST_CKPT_STOP_AT"
 WITNESS_VARIABLE = "DIST_CKPT_WITNESS"
@@ -109,6 +111,12 @@ class Settings:
         if text and not (text.isascii() and text.isdigit()):
             raise _refuse(STOP_AT_VARIABLE, text, "a step number")
         return int(text) if text else None
+
+    @property
+    def import_path(self) -> Path | None:
+        """The .bin that a run without generations begins from."""
+        text = os.environ.get(IMPORT_VARIABLE, "")
+        return Path(text) if text else None
 
     @property
     def witness_dir(self) -> Path | None:
