@@ -50,8 +50,8 @@ def reshard(
 ) -> Resharded:
     """Have a new run directory whose one generation is ``job``'s, for its number of ranks.
 
-    It appears whole, durable and read back, or not at all. The source is read only; every piece of
-    it that is carried is compared with its digest. Memory is bounded but for the manifests and the
+    It appears whole, durable and read back, or not at all. The source is read only, and every byte
+    of it is compared with its digest. Memory is bounded but for the manifests and the
     values that aren't tensors.
 
     Args:

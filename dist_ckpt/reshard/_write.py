@@ -103,6 +103,8 @@ def write_files(
             copy.states(writers)
             fetch.finish()
         files.update(_digests(writers))
+    # What isn't carried (other ranks' values) is compared, too: a faulty source is no source.
+    _verify_rest(job.directory, job.digests, fetch.compared)
     return files, contained
 
 

@@ -80,11 +80,21 @@ def stage(layout: Layout, part: Part, rank: int, *, step: int = 100, id_: str = 
 
 
 def write_generation(
-    run_dir: Path, parts: Sequence[Part], *, step: int = 100, id_: str = SAVE_ID, **changes: Any
+    run_dir: Path,
+    parts: Sequence[Part],
+    *,
+    step: int = 100,
+    id_: str = SAVE_ID,
+    layout: Layout | None = None,
+    **changes: Any,
 ) -> ResumePoint:
-    """Have a committed generation of as many ranks as there are parts; return its resume point."""
+    """Have a committed generation of as many ranks as there are parts; return its resume point.
+
+    Its layout is that of a training, unless another is given.
+    """
     store = GenerationStore(run_dir)
-    layout = plan_layout([[item.spec for item in part.tensors] for part in parts])
+    if layout is None:
+        layout = plan_layout([[item.spec for item in part.tensors] for part in parts])
     temporary = store.prepare(step, id_[:8])
     files = write_rank_files(temporary, layout, parts, step=step, id_=id_)
     aliases = {
