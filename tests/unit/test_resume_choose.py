@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from dist_ckpt.errors import (
     NoUsableGenerationError,
     StorageError,
 )
+from dist_ckpt.export import write_bin
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.resume import Resumed, restore_newest
 from dist_ckpt.resume_point import RESUME_POINT_NAME, ResumePoint
@@ -174,11 +176,13 @@ def test_where_all_are_bad_the_error_lists_each_and_names_a_bin(tmp_path: Path) 
     saved_run(tmp_path, 100, 200)
     for step in (100, 200):
         zero(GenerationStore(tmp_path).path(step) / "rank_00000.state")
+    numbers = np.zeros(3, np.float32)
+    write_bin(tmp_path / "step_000100.bin", 100, numbers, numbers, numbers)
     (tmp_path / "step_000200.bin").write_text("x")
     with pytest.raises(NoUsableGenerationError, match="None of the 2") as caught:
         restore(tmp_path, Training())
     assert set(caught.value.skipped) == {100, 200}
-    assert "step_000200.bin" in caught.value.next_step
+    assert f"dist-ckpt import {tmp_path}/step_000100.bin" in caught.value.next_step
 
 
 def test_a_model_that_does_not_fit_is_an_error_and_no_older_one_is_tried(tmp_path: Path) -> None:
