@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -115,7 +114,7 @@ def _carry_out(command: Sequence[str], environment: Mapping[str, str], *, quiet:
 
     words = resolve_command(command)
     # One JSON document belongs on stdout: what the command says there goes to stderr then.
-    with subprocess.Popen(words, env=environment, stdout=sys.stderr if quiet else None) as child:
+    with subprocess.Popen(words, env=environment, stdout=2 if quiet else None) as child:
         # Ctrl-C reaches the command by itself, which ends after a checkpoint: wait for that.
         before: dict[Any, Any] = {signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN)}
         for number in _FORWARDED:

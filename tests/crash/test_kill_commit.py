@@ -144,7 +144,7 @@ def test_without_any_usable_generation_the_job_ends_and_says_what_it_found(
     with Job(options) as job:
         assert job.wait() == [1]
         assert "None of the 3 generations" in job.stderr()
-        assert "step_000012.bin may still be good" in job.stderr()
+        assert "step_000012.bin is whole: `dist-ckpt import " in job.stderr()
     assert generations(options) == [4, 8, 12]
 
 

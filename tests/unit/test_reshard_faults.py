@@ -30,7 +30,8 @@ from dist_ckpt.reshard import _reshard
 from dist_ckpt.reshard._plan import sort_tensors
 from helpers.boxes import in_memory
 from helpers.generating import adam_part, change_byte, write_generation
-from helpers.run_dirs import ROOT, snapshot_of
+from helpers.run_dirs import snapshot_of
+from helpers.trainers import ROOT
 
 STEP = "checkpoints/step_000100"
 
