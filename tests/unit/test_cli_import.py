@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 from dist_ckpt.generations import GenerationStore
 from helpers.generating import change_byte
 from helpers.import_script import train
-from helpers.run_dirs import call, snapshot_of, spawn
+from helpers.run_dirs import call, snapshot_of
 from helpers.trainers import ROOT
 
 SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "import_script.py"
@@ -34,14 +33,13 @@ def test_the_command_trains_on_from_the_file_and_the_answer_is_one_document(
 ) -> None:
     given = _source() / "step_000003.bin"
     run = tmp_path / "new"
-    done = spawn("import", given, run, "--json", "--", "python", SCRIPT, "elsewhere", "99", "5")
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
+    called = call("import", given, run, "--json", "--", "python", SCRIPT, "elsewhere", "99", "5")
+    assert called.status == 0, called
+    document = called.json
     assert (document["file"], document["run"]) == (str(given), str(run))
     assert (document["step"], document["latest_step"], document["num_params"]) == (3, 5, 71)
     assert document["stateless"] == ["unused.weight", "unused.bias"]
     assert any("place in the data" in note for note in document["notes"])
-    assert "step 3 imported from" in done.stderr
     wanted = (_source() / "step_000005.bin").read_bytes()
     assert (run / "step_000005.bin").read_bytes() == wanted
     again = call("import", given, run, "--", sys.executable, SCRIPT, "elsewhere", "99", "5")
