@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from dist_ckpt import report, storage
 from dist_ckpt.cli._address import find_run
 from dist_ckpt.cli._answer import Answer, JsonOption
-from dist_ckpt.cli._text import plain, spark, table
+from dist_ckpt.cli._text import plain, table
 from dist_ckpt.errors import NotFoundError, UsageError
 from dist_ckpt.history import LossEntry, replay_summary
 
@@ -79,13 +82,12 @@ def _tell(curves: Sequence[dict[str, Any]]) -> str:
     heads = ("run", "entries", "steps", "last", f"EMA {_EMA_KEEP}", "lowest", "at step")
     rows = [_row(curve) for curve in curves]
     parts = [table(heads, rows, right=heads[1:])]
-    width = max(10, min(shutil.get_terminal_size().columns, 120) - 2)
+    if lines := _plot(curves):
+        parts.append("\n" + "".join(f"{line}\n" for line in lines))
     for curve in curves:
-        values = [value for _, value in curve["entries"] if value is not None]
-        name = f"{plain(curve['run'])}\n" if len(curves) > 1 else ""
-        if values:
-            parts.append(f"\n{name}  {spark(values, width)}\n")
-            parts.append(f"  last: {_tell_last(curve['entries'])}\n")
+        name = f"{plain(curve['run'])} " if len(curves) > 1 else ""
+        if curve["entries"]:
+            parts.append(f"\n  {name}last: {_tell_last(curve['entries'])}\n")
         if curve["not_finite"]:
             parts.append(
                 f"  {curve['not_finite']} entries aren't finite; the journal says which.\n"
@@ -94,6 +96,26 @@ def _tell(curves: Sequence[dict[str, Any]]) -> str:
         if curve.get("replays") == []:
             parts.append("  no step was computed again.\n")
     return "".join(parts)
+
+
+def _plot(curves: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the curves in lines, over each other where the terminal has colours."""
+    is_terminal = sys.stdout.isatty()
+    colored = is_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    width = max(30, min(shutil.get_terminal_size().columns, 120))
+    return report.draw_panels(_panels(curves), width=width, colored=colored, braille=_has_braille())
+
+
+def _panels(curves: Sequence[dict[str, Any]]) -> list[report.Panel]:
+    return [report.Panel(plain(curve["run"]), curve["entries"]) for curve in curves]
+
+
+def _has_braille() -> bool:
+    try:
+        "\u28ff│└─".encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
 
 
 def _row(curve: dict[str, Any]) -> tuple[object, ...]:
@@ -138,25 +160,7 @@ def _draw(curves: Sequence[dict[str, Any]], path: Path) -> str:
         raise NotFoundError(
             f"{path.parent} isn't a directory.", next_step="Make it first.", path=str(path)
         )
-    try:
-        # Not pyplot: that looks for a display.
-        from matplotlib.figure import Figure  # noqa: PLC0415 - optional, and slow to import
-    except ImportError:
-        raise UsageError(
-            "--png needs matplotlib, which isn't installed.",
-            next_step="Install it: pip install 'dist-ckpt[report]'",
-        ) from None
-    figure = Figure(figsize=(10, 5), layout="constrained")
-    axes = figure.add_subplot()
-    for curve in curves:
-        steps = [step for step, _ in curve["entries"]]
-        values = [float("nan") if value is None else value for _, value in curve["entries"]]
-        axes.plot(steps, values, linewidth=0.8, label=plain(curve["run"]).replace("$", r"\$"))
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss")
-    if curves:
-        axes.legend()
-    figure.savefig(path, dpi=120)
+    storage.replace_durable(path, report.draw_png(_panels(curves)), mode=0o644)
     return str(path)
 
 

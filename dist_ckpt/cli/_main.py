@@ -21,7 +21,9 @@ from dist_ckpt.cli import (
     _look,
     _loss,
     _prove,
+    _report,
     _reshard,
+    _serve,
     _verify,
 )
 from dist_ckpt.cli._answer import Answer, dump
@@ -174,7 +176,19 @@ def _app() -> typer.Typer:
         add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, help=_HELP
     )
     app.callback()(_root)
-    for module in (_look, _verify, _export, _import, _diff, _ask, _loss, _prove, _reshard):
+    for module in (
+        _look,
+        _verify,
+        _export,
+        _import,
+        _diff,
+        _ask,
+        _loss,
+        _report,
+        _serve,
+        _prove,
+        _reshard,
+    ):
         for command in module.COMMANDS:
             # `import` is a word of Python's: its function has a name with a dash behind it.
             app.command(command.__name__.rstrip("_"))(command)

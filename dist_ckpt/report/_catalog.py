@@ -1,0 +1,205 @@
+"""The runs that a server shows, by name, and what was read of them last. Layer 7, reads only.
+
+A name in an address is looked up among these runs; it never becomes part of a path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dist_ckpt import storage
+from dist_ckpt.errors import DistCkptError, ForeignFileError, NotFoundError
+from dist_ckpt.history import LossEntry, history_path
+from dist_ckpt.report._gather import now_of, story_of, void_losses
+from dist_ckpt.report._page import json_text
+from dist_ckpt.runs import Run, open_run, read_status
+
+__all__ = ["Catalog", "Watched"]
+
+#: However many browsers ask, a run is read once in so long.
+_FRESH_SECS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a run looked like at one moment.
+
+    Attributes:
+        now: How it is.
+        story: What happened.
+        token: Names this story: the same as long as nothing else happened.
+        file: Names the loss file; another once it was replaced.
+        entries: The loss file.
+        void: How many entries from its beginning don't count at all.
+    """
+
+    now: dict[str, Any]
+    story: dict[str, Any]
+    token: str
+    file: str
+    entries: list[LossEntry]
+    void: int
+
+
+class Watched:
+    """One run that is watched; any thread."""
+
+    def __init__(self, name: str, run: Run) -> None:
+        self.name = name
+        self.run = run
+        self._lock = threading.Lock()
+        self._view: View | None = None
+        self._read_at = 0.0
+        self._seen: tuple[object, ...] = ()
+
+    def view(self) -> View:
+        """Return what the run looks like, at most a second ago.
+
+        Raises:
+            DistCkptError: It can't be read (any more).
+        """
+        with self._lock:
+            if self._view is None or time.monotonic() - self._read_at >= _FRESH_SECS:
+                self._view = self._look(self._view)
+                self._read_at = time.monotonic()
+            return self._view
+
+    def _look(self, before: View | None) -> View:
+        run = self.run
+        journal = run.journal()
+        status = read_status(run)
+        now = now_of(status, journal)
+        loss = self._stamp("loss")
+        # Listing thousands of generations takes half a second; each change of one is journalled.
+        seen = (self._stamp("journal"), self._stamp("samples"), self._others(), now["state"])
+        if before is None or seen != self._seen:
+            self._seen = seen
+            story = story_of(run, status, journal)
+            token = hashlib.sha256(json_text(story).encode()).hexdigest()[:16]
+        else:
+            story, token = before.story, before.token
+        return View(
+            now=now,
+            story=story,
+            token=token,
+            file=loss[0],
+            entries=run.loss_raw(),
+            void=void_losses(journal),
+        )
+
+    def _stamp(self, what: str) -> tuple[str, int, int]:
+        return _stamp(Path(history_path(self.run.store.run_dir, self.run.name, what)))
+
+    def _others(self) -> tuple[object, ...]:
+        directory = self.run.store.run_dir
+        names = ("checkpoints", "pins.json", f"{self.run.name}.state.json")
+        return tuple(_stamp(directory / name) for name in names)
+
+
+class Catalog:
+    """The runs below some directories; new ones show up by themselves.
+
+    Args:
+        places: Run directories, and directories of run directories.
+
+    Raises:
+        NotFoundError: A place isn't there.
+        ForeignFileError: A place is a file, or one generation.
+    """
+
+    def __init__(self, places: Sequence[Path]) -> None:
+        self._places = list(places)
+        self._watched: dict[Path, Watched] = {}
+        self._lock = threading.Lock()
+        for place in self._places:
+            _check(place)
+
+    def runs(self) -> dict[str, Watched]:
+        """Return name → run; where two have one name, the later gets a number."""
+        with self._lock:
+            found: dict[str, Watched] = {}
+            for place in self._places:
+                for directory in _directories(place):
+                    run = _open(directory)
+                    if run is None:
+                        continue
+                    name, number = run.name, 1
+                    while name in found:
+                        number += 1
+                        name = f"{run.name}~{number}"
+                    known = self._watched.get(directory)
+                    if known is None or known.name != name:
+                        known = self._watched[directory] = Watched(name, run)
+                    found[name] = known
+            return found
+
+    def get(self, name: str) -> Watched:
+        """Return the run of a name.
+
+        Raises:
+            NotFoundError: There is none.
+        """
+        runs = self.runs()
+        if name not in runs:
+            raise NotFoundError(f"There is no run {name!r}.", next_step="/ lists them.", name=name)
+        return runs[name]
+
+
+def _directories(place: Path) -> list[Path]:
+    """Return a run directory itself, or those right below a directory; no link leads out of it."""
+    if _open(place) is not None:
+        return [place]
+    try:
+        children = [place / name for name in sorted(storage.list_names(place))]
+        return [child for child in children if _is_own_directory(child)]
+    except DistCkptError:
+        return []
+
+
+def _is_own_directory(path: Path) -> bool:
+    return storage.is_dir(path) and not path.is_symlink()
+
+
+def _open(directory: Path) -> Run | None:
+    try:
+        run = open_run(directory)
+    except DistCkptError:
+        return None
+    return None if run.is_single else run
+
+
+def _check(place: Path) -> None:
+    if not storage.exists(place):
+        raise NotFoundError(
+            f"There is no {place}.",
+            next_step="Give run directories, or a directory that holds some.",
+            path=str(place),
+        )
+    if not storage.is_dir(place) or _is_single(place):
+        raise ForeignFileError(
+            f"{place} is no run directory and no directory of them.",
+            next_step="Give the directory that Checkpointer was given, or its parent.",
+            path=str(place),
+        )
+
+
+def _is_single(place: Path) -> bool:
+    """Return whether a place is one generation, which has no history of its own."""
+    try:
+        return open_run(place).is_single
+    except DistCkptError:
+        return False
+
+
+def _stamp(path: Path) -> tuple[str, int, int]:
+    try:
+        status = storage.lstat(path)
+    except DistCkptError:
+        return "none", 0, 0
+    return f"{status.st_ino:x}", status.st_size, status.st_mtime_ns

@@ -1,0 +1,157 @@
+"""A run → all that its page tells, as plain JSON values and its losses. Layer 7, reads only.
+
+What can't be read is named on the page and costs it only that part; a loss file that is something
+else is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dist_ckpt import __version__, storage
+from dist_ckpt.errors import DistCkptError, NotFoundError
+from dist_ckpt.history import LossEntry, read_samples
+from dist_ckpt.report._story import attempts_of, last_until, marks_of, replays_of
+from dist_ckpt.runs import Run, Status, list_rows, read_status
+
+__all__ = ["SCHEMA", "Gathered", "gather", "now_of", "story_of", "void_losses"]
+
+SCHEMA = "dist_ckpt.report/1"
+_STATE_LIMIT_BYTES = 1 << 20
+#: The newest samples go into a page, as long as their texts together aren't longer than this.
+_SAMPLES_CHARS = 200_000
+_SAMPLE_CHARS = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """What a page is made of.
+
+    Attributes:
+        now: How the run is, small.
+        story: What happened: attempts, marks, generations, samples, policy.
+        entries: The loss file, void entries included.
+        void: How many entries from its beginning don't count at all.
+    """
+
+    now: dict[str, Any]
+    story: dict[str, Any]
+    entries: list[LossEntry]
+    void: int
+
+
+def gather(run: Run) -> Gathered:
+    """Return everything about a run, read once.
+
+    Raises:
+        CorruptFileError: Its loss file is something else.
+        StorageError: The file system refused.
+    """
+    status = read_status(run)
+    journal = run.journal()
+    return Gathered(
+        now=now_of(status, journal),
+        story=story_of(run, status, journal),
+        entries=run.loss_raw(),
+        void=void_losses(journal),
+    )
+
+
+def now_of(status: Status, journal: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return how the run is, with the time at which that was so."""
+    until = last_until(journal)
+    left = None
+    if until is not None and status.last_step is not None and status.secs_per_step:
+        left = max(0, until - status.last_step) * status.secs_per_step
+    return {
+        **status.to_json(),
+        "is_alive": status.is_alive,
+        "until": until,
+        "left_secs": left,
+        "time": time.time(),
+    }
+
+
+def story_of(run: Run, status: Status, journal: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what happened so far; it is the same until something else happens."""
+    problems: list[str] = []
+    attempts = attempts_of(journal)
+    if attempts and attempts[-1].how is None and status.last_step is not None:
+        # The newest attempt's steps stand in the loss file before the journal tells of them.
+        attempts[-1].last_step = max(attempts[-1].last_step or 0, status.last_step)
+    marks = marks_of(journal, attempts, alive=status.is_alive)
+    return {
+        "attempts": [attempt.to_json() for attempt in attempts],
+        "marks": [mark.to_json() for mark in marks],
+        "replays": replays_of(journal),
+        "generations": _try(problems, lambda: _generations(run)) or [],
+        "samples": _try(problems, lambda: _samples(run)) or {"total": 0, "rows": []},
+        "policy": _try(problems, lambda: _policy(run)),
+        "problems": problems,
+        "version": __version__,
+        "schema": SCHEMA,
+    }
+
+
+def _try(problems: list[str], read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except NotFoundError:
+        return None
+    except (DistCkptError, ValueError, RecursionError) as error:
+        problems.append(str(error))
+        return None
+
+
+def _generations(run: Run) -> list[list[Any]]:
+    """Return the rows of `ls`, as arrays: a page may have thousands."""
+    return [
+        [
+            row.step,
+            row.time,
+            list(row.reasons),
+            row.world_size,
+            row.num_bytes,
+            row.verified_at,
+            row.pinned,
+            row.proven,
+            row.fault,
+        ]
+        for row in list_rows(run.store, run.proven())
+    ]
+
+
+def _samples(run: Run) -> dict[str, Any]:
+    samples = read_samples(run.store.run_dir)
+    rows: list[list[Any]] = []
+    room = _SAMPLES_CHARS
+    for sample in reversed(samples):
+        text = str(sample.get("text", ""))
+        if len(text) > _SAMPLE_CHARS:
+            text = f"{text[:_SAMPLE_CHARS]}… ({len(text):,} characters)"
+        room -= len(text)
+        if room < 0:
+            break
+        rows.append([sample["step"], sample.get("loss"), text])
+    return {"total": len(samples), "rows": rows[::-1]}
+
+
+def _policy(run: Run) -> Any:
+    path = run.store.run_dir / f"{run.name}.state.json"
+    if not storage.exists(path):
+        return None
+    return json.loads(storage.read_file(path, limit_bytes=_STATE_LIMIT_BYTES))
+
+
+def void_losses(journal: Iterable[Mapping[str, Any]]) -> int:
+    """Return how many entries a rewind to before the first of them has voided."""
+    void = 0
+    for event in journal:
+        count = event.get("void_losses")
+        if event.get("event") == "history_cut" and type(count) is int and count >= 0:
+            void = count
+    return void

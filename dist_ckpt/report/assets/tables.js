@@ -1,0 +1,113 @@
+"use strict";
+// What stands below the curve: events, attempts, generations, policy, samples.
+
+const tables = (() => {
+  const {element, at, whole, duration, ago, bytes, moment, number, NONE} = words;
+  const FIRST_ROWS = 25;
+
+  /** Fill a card with a table, newest first; it is hidden where there is nothing. */
+  function fill(name, heads, rows, right = []) {
+    at(`${name}-card`).hidden = rows.length === 0;
+    const body = element("tbody");
+    const add = (from, to) => {
+      for (const row of rows.slice(from, to))
+        body.append(element("tr", {}, ...row.map((cell, column) => element("td", {class: right.includes(heads[column]) ? "right" : null}, cell))));
+    };
+    const head = element("tr", {}, ...heads.map((text) => element("th", {scope: "col", class: right.includes(text) ? "right" : null}, text)));
+    const shown = Math.max(FIRST_ROWS, Number(at(name).dataset.shown ?? 0));
+    add(0, shown);
+    at(name).replaceChildren(element("table", {}, element("thead", {}, head), body));
+    if (rows.length > shown) {
+      const more = element("button", {type: "button", class: "more", onclick: () => {
+        at(name).dataset.shown = rows.length;
+        add(shown, rows.length);
+        more.remove();
+      }}, `show all ${whole(rows.length)}`);
+      at(name).append(more);
+    }
+  }
+
+  function events(story, onShow) {
+    const rows = story.marks.map(([kind, step, attempt, time, text]) => [
+      element("span", {class: `mark ${kind}`}, `${chart.GLYPHS[kind]} ${kind}`),
+      element("button", {type: "button", class: "link", title: "Show on the curve", onclick: () => onShow(step)}, whole(step)),
+      attempt, time === null ? NONE : moment(time), text,
+    ]);
+    fill("events", ["what", "step", "attempt", "when", "told"], rows.reverse(), ["step", "attempt"]);
+  }
+
+  function attempts(story, now) {
+    const last = story.attempts.length - 1;
+    const rows = story.attempts.map((one, place) => {
+      const isOpen = one.how === null;
+      const how = !isOpen ? one.how : place === last && now.is_alive ? now.state : "gone without a word";
+      return [
+        one.number, one.start_step === null ? NONE : `${whole(one.start_step)} → ${whole(one.last_step)}`,
+        moment(one.began), one.ended === null || one.began === null ? NONE : duration(one.ended - one.began),
+        one.why ? `${how}: ${one.why}` : how, one.world_size, one.secs_per_step ? `${number(60 / one.secs_per_step, 3)}/min` : NONE,
+        one.saved, one.saved ? duration(one.blocked_secs / one.saved) : NONE, one.pid === null ? one.host : `${one.host} · ${one.pid}`,
+      ];
+    });
+    fill("attempts", ["attempt", "steps", "began", "took", "end", "ranks", "steps", "saved", "blocked", "host · pid"], rows.reverse(), ["attempt", "ranks", "saved", "blocked"]);
+  }
+
+  function generations(story, now) {
+    const rows = story.generations.map(([step, time, reasons, ranks, size, verified, pinned, proven, fault]) => [
+      whole(step), time === null ? NONE : element("span", {title: moment(time)}, ago(now.time - time)),
+      fault === null ? reasons.join(", ") : element("span", {class: "bad"}, `unreadable: ${fault}`),
+      ranks, bytes(size),
+      verified === null ? element("span", {class: "warn"}, "not yet") : element("span", {class: "good", title: moment(verified)}, "✓ read back"),
+      proven ?? NONE, pinned === null ? NONE : pinned || "yes",
+    ]);
+    fill("generations", ["step", "age", "reason", "ranks", "bytes", "verified", "proven by", "pinned"], rows.reverse(), ["step", "ranks", "bytes"]);
+  }
+
+  /** Return [name, facts] of each arm in a policy's state, however it is laid out; null if none. */
+  function armsOf(state) {
+    const arms = state && typeof state === "object" ? state.arms : null;
+    if (!arms || typeof arms !== "object") return null;
+    const found = Array.isArray(arms) ? arms.map((arm, place) => [String(arm?.name ?? place), arm]) : Object.entries(arms);
+    return found.map(([name, facts]) => [name, facts && typeof facts === "object" ? facts : {weight: facts}]);
+  }
+
+  function policy(state) {
+    at("policy-card").hidden = state === null || state === undefined;
+    if (at("policy-card").hidden) return;
+    const arms = armsOf(state) ?? armsOf(state.state);
+    if (!arms || !arms.length) return at("policy").replaceChildren(element("pre", {}, JSON.stringify(state, null, 2)));
+    const keys = [...new Set(arms.flatMap(([, facts]) => Object.keys(facts)))].filter((key) => key !== "name");
+    keys.sort((one, other) => (other === "weight") - (one === "weight"));
+    const top = Math.max(...arms.map(([, facts]) => (Number.isFinite(facts.weight) ? facts.weight : 0)), 1e-9);
+    const show = (value) => (typeof value === "number" ? number(value, 5) : typeof value === "string" ? value : value === undefined ? NONE : JSON.stringify(value));
+    const rows = arms.map(([name, facts]) => [name, ...keys.map((key) =>
+      key === "weight" && Number.isFinite(facts.weight)
+        ? element("span", {class: "meter"}, element("meter", {min: 0, max: top, value: facts.weight}), show(facts.weight))
+        : show(facts[key]))]);
+    fill("policy", ["arm", ...keys], rows);
+    const rest = Object.fromEntries(Object.entries(state).filter(([key]) => key !== "arms" && key !== "state"));
+    if (Object.keys(rest).length) at("policy").append(element("pre", {}, JSON.stringify(rest, null, 2)));
+  }
+
+  function samples(story) {
+    const {total, rows} = story.samples;
+    const pick = at("sample-pick");
+    at("samples-card").hidden = rows.length === 0;
+    if (!rows.length) return;
+    const isLast = pick.options.length === 0 || pick.selectedIndex === pick.options.length - 1;
+    const was = isLast ? rows.length - 1 : Math.min(pick.selectedIndex, rows.length - 1);
+    pick.replaceChildren(...rows.map(([step], place) => element("option", {value: place}, `step ${whole(step)}`)));
+    const show = (place) => {
+      pick.selectedIndex = Math.max(0, Math.min(rows.length - 1, place));
+      const [step, loss, text] = rows[pick.selectedIndex];
+      const all = total === rows.length ? `${whole(total)} in all` : `the newest ${whole(rows.length)} of ${whole(total)}`;
+      at("sample-head").textContent = `step ${whole(step)}${loss === null || loss === undefined ? "" : `, loss ${number(loss)}`} · ${all}`;
+      at("sample-text").textContent = text;
+    };
+    pick.onchange = () => show(pick.selectedIndex);
+    at("sample-back").onclick = () => show(pick.selectedIndex - 1);
+    at("sample-on").onclick = () => show(pick.selectedIndex + 1);
+    show(was);
+  }
+
+  return {events, attempts, generations, policy, samples};
+})();
