@@ -8,16 +8,19 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dist_ckpt import report, storage
+from dist_ckpt import storage
 from dist_ckpt.cli._address import find_run
 from dist_ckpt.cli._answer import Answer, JsonOption
 from dist_ckpt.cli._text import plain, table
 from dist_ckpt.errors import NotFoundError, UsageError
 from dist_ckpt.history import LossEntry, replay_summary
+
+if TYPE_CHECKING:
+    from dist_ckpt.report import Panel
 
 __all__ = ["COMMANDS"]
 
@@ -100,14 +103,18 @@ def _tell(curves: Sequence[dict[str, Any]]) -> str:
 
 def _plot(curves: Sequence[dict[str, Any]]) -> list[str]:
     """Return the curves in lines, over each other where the terminal has colours."""
+    from dist_ckpt import report  # noqa: PLC0415 - not for `status`: it holds a server
+
     is_terminal = sys.stdout.isatty()
-    colored = is_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    colored = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     width = max(30, min(shutil.get_terminal_size().columns, 120))
     return report.draw_panels(_panels(curves), width=width, colored=colored, braille=_has_braille())
 
 
-def _panels(curves: Sequence[dict[str, Any]]) -> list[report.Panel]:
-    return [report.Panel(plain(curve["run"]), curve["entries"]) for curve in curves]
+def _panels(curves: Sequence[dict[str, Any]]) -> list[Panel]:
+    from dist_ckpt.report import Panel  # noqa: PLC0415 - as above
+
+    return [Panel(plain(curve["run"]), curve["entries"]) for curve in curves]
 
 
 def _has_braille() -> bool:
@@ -160,6 +167,8 @@ def _draw(curves: Sequence[dict[str, Any]], path: Path) -> str:
         raise NotFoundError(
             f"{path.parent} isn't a directory.", next_step="Make it first.", path=str(path)
         )
+    from dist_ckpt import report  # noqa: PLC0415 - as above
+
     storage.replace_durable(path, report.draw_png(_panels(curves)), mode=0o644)
     return str(path)
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Sequence
-from itertools import pairwise
 
-__all__ = ["ago", "duration", "plain", "size", "spark", "table"]
+__all__ = ["ago", "duration", "plain", "size", "table"]
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
-_BARS = "▁▂▃▄▅▆▇█"
 _NONE = "-"
 
 
@@ -79,18 +77,3 @@ def table(
         return "  ".join(parts).rstrip() + "\n"
 
     return "".join(map(line, [heads, *cells]))
-
-
-def spark(values: Sequence[float], width: int) -> str:
-    """Return a curve in one line of ``width`` characters at most, each the mean of its share."""
-    if not values or width < 1:
-        return ""
-    count = min(width, len(values))
-    edges = [index * len(values) // count for index in range(count + 1)]
-    means = [math.fsum(values[start:stop]) / (stop - start) for start, stop in pairwise(edges)]
-    low, high = min(means), max(means)
-    span = high - low
-    if not (span > 0 and math.isfinite(span)):
-        return _BARS[0] * count
-    top = len(_BARS) - 1
-    return "".join(_BARS[round((mean - low) / span * top)] for mean in means)

@@ -29,7 +29,13 @@ _STYLES = ("uPlot.min.css", "page.css")
 #: 200,000 losses and 2,000 generations fit into so much.
 _PAGE_CHARS = 1_490_000
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
-_SPELLED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+_SPELLED = {
+    "<": "\\u003c",
+    ">": "\\u003e",
+    "&": "\\u0026",
+    "\u2028": "\\u2028",
+    "\u2029": "\\u2029",
+}
 
 
 def render_page(
@@ -65,22 +71,22 @@ def render_index(runs: list[dict[str, Any]]) -> str:
     Args:
         runs: Each with ``name``, ``href``, ``state``, ``step``, ``loss``, ``age``.
     """
-    cells = ("state", "step", "loss", "age")
-    rows = "".join(
-        f'<tr><td><a href="{html.escape(run["href"])}">{html.escape(str(run["name"]))}</a></td>'
-        + "".join(
-            f'<td class="{cell} {html.escape(str(run["state"]))}">{html.escape(str(run[cell]))}</td>'
-            for cell in cells
-        )
-        + "</tr>\n"
-        for run in runs
-    )
+    rows = "".join(map(_index_row, runs))
     parts = {
         "policy": content_policy(live=False, in_page=True),
         "styles": "\n".join(map(asset, _STYLES)),
         "rows": rows or '<tr><td colspan="5">no run yet</td></tr>',
     }
     return _fill(asset("index.html"), parts)
+
+
+def _index_row(run: dict[str, Any]) -> str:
+    said = {key: html.escape(str(value)) for key, value in run.items()}
+    return (
+        f'<tr><td><a href="{said["href"]}">{said["name"]}</a></td>'
+        f'<td><span class="state {said["state"]}">{said["state"]}</span></td>'
+        f"<td>{said['step']}</td><td>{said['loss']}</td><td>{said['age']}</td></tr>\n"
+    )
 
 
 def content_policy(*, live: bool, in_page: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 
 from dist_ckpt.errors import UsageError
@@ -34,7 +35,7 @@ def draw_png(panels: Sequence[Panel]) -> bytes:
     axes = figure.add_subplot()
     for number, panel in enumerate(panels):
         steps = [step for step, _ in panel.entries]
-        losses = [float("nan") if loss is None else loss for _, loss in panel.entries]
+        losses = [math.nan if loss is None else loss for _, loss in panel.entries]
         label, color = panel.name.replace("$", r"\$"), f"C{number % 10}"
         is_smoothed = len(steps) >= _MIN_SMOOTHED
         axes.plot(
@@ -60,11 +61,11 @@ def draw_png(panels: Sequence[Panel]) -> bytes:
 
 
 def _smooth(losses: Sequence[float]) -> list[float]:
-    means, mean = [], float("nan")
+    """Return the exponential mean of the finite losses so far, the first not weighing more."""
+    means, total, weight = [], 0.0, 0.0
     for loss in losses:
-        if mean != mean:  # noqa: PLR0124 - NaN: nothing finite came before
-            mean = loss
-        elif loss == loss:  # noqa: PLR0124 - not NaN
-            mean = _KEEP * mean + (1 - _KEEP) * loss
-        means.append(mean)
+        if math.isfinite(loss):
+            total = _KEEP * total + (1 - _KEEP) * loss
+            weight = _KEEP * weight + (1 - _KEEP)
+        means.append(total / weight if weight else math.nan)
     return means

@@ -32,6 +32,7 @@ __all__ = ["Reply", "answer"]
 _HTML = "text/html; charset=utf-8"
 _JSON = "application/json"
 _EVERY_SECS = 3
+_NONE = "-"
 _MAX_TARGET_CHARS = 4096
 
 
@@ -104,15 +105,15 @@ def _row(name: str, watched: Watched) -> dict[str, Any]:
     try:
         view = watched.view()
     except DistCkptError as error:
-        return {**row, "state": "unreadable", "step": error.id, "loss": "–", "age": "–"}
+        return {**row, "state": "unreadable", "step": error.id, "loss": _NONE, "age": _NONE}
     now, last = view.now, next(iter(canonical(view.entries[view.void :])[-1:]), (None, None))
     age = now["last_step_age_secs"]
     return {
         **row,
         "state": now["state"],
-        "step": "–" if now["last_step"] is None else now["last_step"],
-        "loss": "–" if last[1] is None else f"{last[1]:.5g}",
-        "age": "–" if age is None else f"{age:,.0f} s ago",
+        "step": _NONE if now["last_step"] is None else now["last_step"],
+        "loss": _NONE if last[1] is None else f"{last[1]:.5g}",
+        "age": _NONE if age is None else f"{age:,.0f} s ago",
     }
 
 
@@ -180,10 +181,10 @@ def _checkpoints(catalog: Catalog) -> Reply:
             found.append(_checkpoint(name, step, "generation", str(path), size_bytes))
             exported = store.bin_path(step)
             try:
-                size_bytes = storage.file_size(exported)
+                bin_bytes = storage.file_size(exported)
             except DistCkptError:
                 continue
-            found.append(_checkpoint(name, step, "bin", exported.name, size_bytes))
+            found.append(_checkpoint(name, step, "bin", exported.name, bin_bytes))
     return _json({"checkpoints": found})
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from dist_ckpt.errors import StorageError, UsageError
+from dist_ckpt.errors import UsageError
 from dist_ckpt.report._catalog import Catalog
 from dist_ckpt.report._routes import Reply, answer
 
@@ -160,19 +160,13 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = "dist_ckpt"
     sys_version = ""
 
-    def do_GET(self) -> None:
-        self._answer()
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def _refuse(self) -> None:
+    def refuse(self) -> None:
+        """Answer to a method that would change something."""
         self.close_connection = True
         self._send(_error(HTTPStatus.METHOD_NOT_ALLOWED, "Only GET and HEAD: nothing can be done."))
 
-    do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = _refuse
-
-    def _answer(self) -> None:
+    def answer(self) -> None:
+        """Answer to GET and HEAD."""
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or not self.server.is_own_name(hosts[0]):
             text = "This server doesn't go by that name; see `dist-ckpt serve --allow-host`."
@@ -203,7 +197,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(reply.body)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base's name
-        pass
+        """Say nothing: the terminal is the user's."""
+
+
+for _method in ("GET", "HEAD"):
+    setattr(_Handler, f"do_{_method}", _Handler.answer)
+for _method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT"):
+    setattr(_Handler, f"do_{_method}", _Handler.refuse)
 
 
 def _error(status: HTTPStatus, message: str) -> Reply:

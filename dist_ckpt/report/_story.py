@@ -6,7 +6,7 @@ Nothing is ordered by time: the order of the journal is the order of events.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -148,38 +148,43 @@ def _apply(attempt: Attempt, event: Event, previous: Attempt | None) -> None:
         attempt.last_step = max(attempt.last_step or 0, step)
 
 
-def marks_of(journal: Sequence[Event], attempts: Sequence[Attempt], *, alive: bool) -> list[Mark]:
-    """Return what is drawn on the curve, in the order of the journal; crashes come last.
+def marks_of(journal: Iterable[Event], attempts: Iterable[Attempt], *, alive: bool) -> list[Mark]:
+    """Return what is drawn on the curve, in the order in which it happened.
 
     Args:
         journal: The events.
         attempts: What `attempts_of` made of them.
         alive: The newest attempt isn't known to be over.
     """
-    marks = [*_told(journal)]
-    marks += [
-        Mark("crash", attempt.last_step or 0, attempt.number, None, "gone without a word")
-        for attempt in (attempts[:-1] if alive else attempts)
-        if attempt.how is None
-    ]
-    return marks
-
-
-def _told(journal: Iterable[Event]) -> Iterator[Mark]:
+    silent = {attempt.number: attempt for attempt in attempts if attempt.how is None}
+    marks: list[Mark] = []
     drawn: Counter[str] = Counter()
-    last: dict[Any, int] = {}
+    step, number = 0, None
     for event in journal:
-        name, number, step = str(event.get("event")), event.get("attempt"), _step(event)
-        if step is not None:
-            last[number] = step
-        kind = MARKS.get(name)
+        attempt = _whole(event.get("attempt"))
+        if attempt not in (None, number):
+            # The one before has said its last word, if it said one.
+            marks += _crash(silent.pop(number, None))
+            number = attempt
+        name = str(event.get("event"))
+        found = _step(event)
+        step = step if found is None else found
         drawn[name] += 1
-        if kind is not None and drawn[name] <= _MAX_MARKS:
-            at = last.get(number, 0) if step is None else step
-            yield Mark(kind, at, number, _number(event.get("time")), _tell(name, event))
+        if name in MARKS and drawn[name] <= _MAX_MARKS:
+            when = _number(event.get("time"))
+            marks.append(Mark(MARKS[name], step, number, when, _tell(name, event)))
+    return marks if alive else marks + _crash(silent.get(number))
+
+
+def _crash(attempt: Attempt | None) -> list[Mark]:
+    if attempt is None:
+        return []
+    return [Mark("crash", attempt.last_step or 0, attempt.number, None, "gone without a word")]
 
 
 def _tell(name: str, event: Event) -> str:
+    if name == "signal":
+        return _spell(event.get("signals") or "signal")
     fields = {key: value for key, value in event.items() if key not in _OWN}
     facts = ", ".join(f"{key} {_spell(value)}" for key, value in fields.items() if value)
     text = f"{name.replace('_', ' ')}: {facts}" if facts else name.replace("_", " ")

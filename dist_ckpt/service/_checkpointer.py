@@ -228,6 +228,7 @@ class Checkpointer:
         if type(until) is not int or until < 0:
             raise UsageError(f"until={until!r} isn't a step number.", next_step="Give a number.")
         session.restore_rng()
+        session.note_until(until)
         if session.boundary(is_last=session.step >= until, is_start=True):
             return
         while session.step < until:

@@ -77,6 +77,10 @@ class Session:
         if self._witness is not None:
             self._witness.start(self.step)
 
+    def note_until(self, until: int) -> None:
+        """Journal the step that is trained to: who looks on can then tell how long it takes."""
+        self._attempt.journal("loop_started", step=self.step, until=until)
+
     def boundary(self, *, is_last: bool, is_start: bool = False) -> bool:
         """Agree with all ranks and act; return whether the run ends here. Collective.
 

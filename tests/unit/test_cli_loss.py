@@ -2,28 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import os
+import pty
 import sys
 from pathlib import Path
 
 import pytest
 
-from dist_ckpt.cli._text import duration, plain, size, spark, table
+from dist_ckpt.cli._text import duration, plain, size, table
 from dist_ckpt.history import History
-from helpers.run_dirs import call, ended_run, killed_run, options_of
+from helpers.run_dirs import call, ended_run, killed_run, options_of, spawn
 from helpers.trainers import train
 
 
 def test_the_curve_is_shown_with_its_last_values(tmp_path: Path) -> None:
     called = call("loss", ended_run(tmp_path))
     assert (called.status, called.err) == (0, "")
-    head, row, _, curve, last = called.out.splitlines()
+    head, row, _, *plot, _, last = called.out.splitlines()
     assert head.split()[:3] == ["run", "entries", "steps"]
     assert row.split()[:3] == ["small", "12", "1-12"]
-    assert len(curve.strip()) == 12
+    assert len(plot) == 12
+    assert any("\u2800" < sign <= "\u28ff" for sign in "".join(plot))
+    assert plot[-1].split() == ["1", "12"]
     assert last.strip().startswith("last: 8: ")
     assert last.count(":") == 6
+
+
+def test_a_terminal_shows_curves_over_each_other_in_colours(tmp_path: Path) -> None:
+    runs = [ended_run(tmp_path, "one"), killed_run(tmp_path, "two")]
+    for no_color, frames in (("1", 2), ("", 1)):
+        master, slave = pty.openpty()
+        env = {"COLUMNS": "60", "TERM": "xterm", "NO_COLOR": no_color}
+        done = spawn("loss", *runs, stdout=slave, env=env)
+        os.close(slave)
+        shown = b""
+        with contextlib.suppress(OSError):  # how a terminal says that nobody writes any more
+            while data := os.read(master, 1 << 16):
+                shown += data
+        os.close(master)
+        assert done.returncode == 0
+        assert shown.count("└".encode()) == frames
+        assert (b"\x1b[36mone\x1b[0m" in shown) == (frames == 1)
 
 
 def test_as_json_the_entries_are_those_of_the_canonical_history(tmp_path: Path) -> None:
@@ -143,14 +165,6 @@ def test_sizes_in_words(num_bytes: int | None, words: str) -> None:
 )  # fmt: skip
 def test_times_in_words(secs: float | None, words: str) -> None:
     assert duration(secs) == words
-
-
-def test_a_curve_in_one_line() -> None:
-    assert spark([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
-    assert spark([1.0] * 100, 5) == "▁▁▁▁▁"
-    assert len(spark(list(range(1_000)), 60)) == 60
-    assert spark([], 5) == ""
-    assert len(spark([1e308, -1e308, 1e308], 3)) == 3
 
 
 def test_a_table_is_as_wide_as_its_cells() -> None:

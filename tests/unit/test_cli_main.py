@@ -16,8 +16,22 @@ import dist_ckpt
 from helpers.run_dirs import call, ended_run, spawn
 from helpers.trainers import ROOT
 
-COMMANDS = ("ls", "status", "show", "verify", "export", "save", "stop", "loss", "diff", "prove")
-ABOUT_A_RUN = ("ls", "status", "show", "verify", "export", "save", "stop", "loss")
+COMMANDS = (
+    "ls", "status", "show", "verify", "export", "save", "stop", "loss", "report", "serve", "diff",
+    "prove",
+)  # fmt: skip
+ABOUT_A_RUN = (
+    "ls",
+    "status",
+    "show",
+    "verify",
+    "export",
+    "save",
+    "stop",
+    "loss",
+    "report",
+    "serve",
+)
 
 
 def test_help_lists_every_command_and_each_has_its_own() -> None:

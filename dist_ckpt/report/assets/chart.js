@@ -197,7 +197,7 @@ const chart = (() => {
         const name = right - left > 90 * devicePixelRatio ? `attempt ${number}` : String(number);
         if (this.bands.length > 1 && ctx.measureText(name).width + 12 < right - left) {
           ctx.fillStyle = color("--quiet");
-          ctx.fillText(name, left + 6, bbox.top + 18 * devicePixelRatio);
+          ctx.fillText(name, left + 6, bbox.top + 32 * devicePixelRatio);
         }
       });
       ctx.textBaseline = "bottom";
@@ -226,12 +226,15 @@ const chart = (() => {
       ctx.textAlign = "center";
       ctx.textBaseline = "top";
       const {min, max} = plot.scales.x;
-      const seen = new Set();
+      const seen = new Set(), taken = new Map(); // glyphs of one place stand below each other
       for (const [kind, step] of this.marks) {
         if (step < min || step > max) continue;
         const x = Math.round(plot.valToPos(step, "x", true));
         if (seen.has(`${kind} ${x}`)) continue;
         seen.add(`${kind} ${x}`);
+        const place = Math.round(x / (10 * devicePixelRatio));
+        const row = taken.get(place) ?? 0;
+        taken.set(place, row + 1);
         ctx.strokeStyle = ctx.fillStyle = color(`--${kind}`);
         ctx.lineWidth = devicePixelRatio;
         ctx.setLineDash([3 * devicePixelRatio, 3 * devicePixelRatio]);
@@ -239,7 +242,7 @@ const chart = (() => {
         ctx.moveTo(x + 0.5, bbox.top + 16 * devicePixelRatio);
         ctx.lineTo(x + 0.5, bbox.top + bbox.height);
         ctx.stroke();
-        ctx.fillText(GLYPHS[kind] ?? "●", x, bbox.top + 2 * devicePixelRatio);
+        ctx.fillText(GLYPHS[kind] ?? "●", x, bbox.top + (2 + 14 * Math.min(row, 12)) * devicePixelRatio);
       }
       ctx.restore();
     }

@@ -2,6 +2,8 @@
 // What a page carries, read back: see _curve.py. Losses follow the rule of the loss file here.
 
 const decode = (() => {
+  const KEEP = 0.98; // of the exponential mean: the weight of what was before
+
   async function inflate(base64) {
     const text = atob(base64);
     const bytes = new Uint8Array(text.length);
@@ -34,7 +36,9 @@ const decode = (() => {
       this.count = 0; // entries of the file that were seen
       this.steps = [];
       this.losses = []; // null where not finite
-      this.means = []; // exponential, of the finite ones before
+      this.means = []; // exponential, of the finite ones so far, the first not weighing more
+      this.sums = []; // what the means are made of…
+      this.weights = []; // …and divided by
       this.lost = []; // [steps, losses] of each tail that later entries voided
       this.notFinite = 0;
     }
@@ -45,10 +49,16 @@ const decode = (() => {
         const step = steps[i];
         if (this.steps.length && this.steps[this.steps.length - 1] >= step) this.cut(this.find(step));
         const loss = Number.isFinite(losses[i]) ? losses[i] : null;
-        const last = this.means.length ? this.means[this.means.length - 1] : null;
+        let sum = this.sums.at(-1) ?? 0, weight = this.weights.at(-1) ?? 0;
         this.steps.push(step);
         this.losses.push(loss);
-        this.means.push(loss === null ? last : last === null ? loss : 0.98 * last + 0.02 * loss);
+        if (loss !== null) {
+          sum = KEEP * sum + (1 - KEEP) * loss;
+          weight = KEEP * weight + 1 - KEEP;
+        }
+        this.sums.push(sum);
+        this.weights.push(weight);
+        this.means.push(weight ? sum / weight : null);
         this.count++;
       }
       if (this.count === voided) this.cut(0);
@@ -61,6 +71,7 @@ const decode = (() => {
       const steps = this.steps.splice(place);
       this.lost.push([steps, this.losses.splice(place)]);
       this.means.length = place;
+      this.sums.length = this.weights.length = place;
     }
 
     /** Return the place of the first entry whose step isn't below. */

@@ -24,7 +24,8 @@
     at("fresh").classList.toggle("bad", failedSince !== null);
     at("evidence").replaceChildren(...now.evidence.map((found) => {
       const text = found.what === "last step" ? lastStep() : found.text;
-      return element("li", {class: found.alive === true ? "good" : found.alive === false ? "bad" : null}, element("b", {}, found.what), ` ${text}`);
+      const speaks = found.alive === true ? "good" : found.alive === false && now.state === "dead" ? "bad" : null;
+      return element("li", {class: speaks}, element("b", {}, found.what), ` ${text}`);
     }));
     at("problems").hidden = !story || story.problems.length === 0;
     if (story) at("problems").textContent = story.problems.join(" ");
@@ -99,12 +100,20 @@
     return what + first + (one.comparable ? "" : " (bit-equality couldn't be asked for)") + (one.complete ? "" : "; ended inside the window");
   }
 
+  /** The newest attempt goes on between two events of the journal. */
+  function goOn() {
+    const last = story.attempts.at(-1);
+    if (last && last.how === null && now.last_step !== null) last.last_step = Math.max(last.last_step ?? 0, now.last_step);
+  }
+
   function all() {
+    goOn();
     head();
     risk();
     tiles();
     key();
     plot.tell(story);
+    if (plot.place === null && history.steps.length) readout(history.steps.length - 1, []);
     tables.events(story, (step) => { plot.goTo(step); at("chart").focus(); at("curve-head").scrollIntoView({behavior: "smooth"}); });
     tables.attempts(story, now);
     tables.generations(story, now);

@@ -6,14 +6,15 @@ const tables = (() => {
   const FIRST_ROWS = 25;
 
   /** Fill a card with a table, newest first; it is hidden where there is nothing. */
-  function fill(name, heads, rows, right = []) {
+  function fill(name, heads, rows, right = [], wide = []) {
+    const kind = (head) => (right.includes(head) ? "right" : wide.includes(head) ? "wide" : null);
     at(`${name}-card`).hidden = rows.length === 0;
     const body = element("tbody");
     const add = (from, to) => {
       for (const row of rows.slice(from, to))
-        body.append(element("tr", {}, ...row.map((cell, column) => element("td", {class: right.includes(heads[column]) ? "right" : null}, cell))));
+        body.append(element("tr", {}, ...row.map((cell, column) => element("td", {class: kind(heads[column])}, cell))));
     };
-    const head = element("tr", {}, ...heads.map((text) => element("th", {scope: "col", class: right.includes(text) ? "right" : null}, text)));
+    const head = element("tr", {}, ...heads.map((text) => element("th", {scope: "col", class: kind(text)}, text)));
     const shown = Math.max(FIRST_ROWS, Number(at(name).dataset.shown ?? 0));
     add(0, shown);
     at(name).replaceChildren(element("table", {}, element("thead", {}, head), body));
@@ -33,7 +34,7 @@ const tables = (() => {
       element("button", {type: "button", class: "link", title: "Show on the curve", onclick: () => onShow(step)}, whole(step)),
       attempt, time === null ? NONE : moment(time), text,
     ]);
-    fill("events", ["what", "step", "attempt", "when", "told"], rows.reverse(), ["step", "attempt"]);
+    fill("events", ["what", "step", "attempt", "when", "told"], rows.reverse(), ["step", "attempt"], ["told"]);
   }
 
   function attempts(story, now) {
@@ -48,7 +49,7 @@ const tables = (() => {
         one.saved, one.saved ? duration(one.blocked_secs / one.saved) : NONE, one.pid === null ? one.host : `${one.host} · ${one.pid}`,
       ];
     });
-    fill("attempts", ["attempt", "steps", "began", "took", "end", "ranks", "steps", "saved", "blocked", "host · pid"], rows.reverse(), ["attempt", "ranks", "saved", "blocked"]);
+    fill("attempts", ["attempt", "steps", "began", "took", "end", "ranks", "speed", "saved", "blocked", "host · pid"], rows.reverse(), ["attempt", "ranks", "saved", "blocked"], ["end"]);
   }
 
   function generations(story, now) {
@@ -59,7 +60,7 @@ const tables = (() => {
       verified === null ? element("span", {class: "warn"}, "not yet") : element("span", {class: "good", title: moment(verified)}, "✓ read back"),
       proven ?? NONE, pinned === null ? NONE : pinned || "yes",
     ]);
-    fill("generations", ["step", "age", "reason", "ranks", "bytes", "verified", "proven by", "pinned"], rows.reverse(), ["step", "ranks", "bytes"]);
+    fill("generations", ["step", "age", "reason", "ranks", "bytes", "verified", "proven by", "pinned"], rows.reverse(), ["step", "ranks", "bytes"], ["reason", "proven by"]);
   }
 
   /** Return [name, facts] of each arm in a policy's state, however it is laid out; null if none. */
