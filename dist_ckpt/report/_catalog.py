@@ -98,7 +98,8 @@ class Watched:
 
     def _others(self) -> tuple[object, ...]:
         directory = self.run.store.run_dir
-        names = ("checkpoints", "pins.json", f"{self.run.name}.state.json")
+        sidecars = [f"{self.run.name}.{what}.json" for what in ("state", "policy")]
+        names = ("checkpoints", "pins.json", *sidecars)
         return tuple(_stamp(directory / name) for name in names)
 
 

@@ -140,8 +140,14 @@ def _samples(run: Run) -> dict[str, Any]:
     return {"total": len(samples), "rows": rows[::-1]}
 
 
-def _policy(run: Run) -> Any:
-    path = run.store.run_dir / f"{run.name}.state.json"
+def _policy(run: Run) -> dict[str, Any] | None:
+    """Return the policy's state and the settings that a person gave it; None without either."""
+    found = {what: _sidecar(run, f".{what}.json") for what in ("state", "policy")}
+    return None if found == {"state": None, "policy": None} else found
+
+
+def _sidecar(run: Run, suffix: str) -> Any:
+    path = run.store.run_dir / f"{run.name}{suffix}"
     if not storage.exists(path):
         return None
     return json.loads(storage.read_file(path, limit_bytes=_STATE_LIMIT_BYTES))

@@ -5,6 +5,7 @@ Nothing is ordered by time: the order of the journal is the order of events.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -27,6 +28,10 @@ MARKS: Mapping[str, str] = {
     "pivoted": "pivot",
     "fork": "fork",
     "forked": "fork",
+    "undeleted": "rewind",
+    "policy_changed": "pivot",
+    "policy_differs": "fault",
+    "zombie_arms": "fault",
     "skipped": "fault",
     "faulty": "fault",
     "save_failed": "fault",
@@ -35,6 +40,8 @@ MARKS: Mapping[str, str] = {
     "loss_not_finite": "fault",
 }
 _OWN = ("time", "attempt", "event", "step", "id", "moved_to")
+#: Fields whose value needs no name before it.
+_SELF_EVIDENT = ("error", "errors", "reason", "text", "kind")
 _MAX_TEXT = 300
 #: A run that diverged journals each of its losses that aren't finite; so many of a kind are drawn.
 _MAX_MARKS = 200
@@ -103,17 +110,20 @@ class Mark:
 
 
 def attempts_of(journal: Iterable[Event]) -> list[Attempt]:
-    """Return the attempts in the order in which they began."""
+    """Return the attempts in the order in which they began.
+
+    Commands write into the journal, too, under numbers of their own: those are none.
+    """
     found: dict[Any, Attempt] = {}
     moved: dict[Any, list[tuple[float, int]]] = {}
     previous: Attempt | None = None
     for event in journal:
-        number = event.get("attempt")
-        if not isinstance(number, int):
-            continue
-        if number not in found:
+        number = _whole(event.get("attempt"))
+        if event.get("event") == "attempt_started" and number is not None:
             previous = next(reversed(found.values()), None)
             found[number] = Attempt(number, began=_number(event.get("time")))
+        if number is None or number not in found:
+            continue
         attempt = found[number]
         _apply(attempt, event, previous)
         when, step = _number(event.get("time")), _step(event)
@@ -186,15 +196,19 @@ def _tell(name: str, event: Event) -> str:
     if name == "signal":
         return _spell(event.get("signals") or "signal")
     fields = {key: value for key, value in event.items() if key not in _OWN}
-    facts = ", ".join(f"{key} {_spell(value)}" for key, value in fields.items() if value)
+    facts = ", ".join(
+        _spell(value) if key in _SELF_EVIDENT else f"{key.replace('_', ' ')} {_spell(value)}"
+        for key, value in fields.items()
+        if value not in (None, False, "", [], {})
+    )
     text = f"{name.replace('_', ' ')}: {facts}" if facts else name.replace("_", " ")
     return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 1]}…"
 
 
 def _spell(value: Any) -> str:
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
         return ", ".join(map(str, value))
-    return str(value)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value)
 
 
 def replays_of(journal: Iterable[Event]) -> list[dict[str, Any]]:

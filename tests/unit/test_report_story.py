@@ -56,6 +56,22 @@ def test_marks_stand_in_the_order_of_events() -> None:
     assert marks[2].text == "pivot: policy b.json"
 
 
+def test_what_commands_journal_is_marked_and_is_no_attempt() -> None:
+    journal = [
+        event("forked", 0, 100, run="parent", policy=False, id="x"),
+        *KILLED,
+        event("rewound", 2, 100, set_aside=[150], home="rewind_to_000100"),
+    ]
+    attempts = attempts_of(journal)
+    assert [attempt.number for attempt in attempts] == [1]
+    marks = marks_of(journal, attempts, alive=False)
+    assert [(mark.kind, mark.step) for mark in marks] == [
+        ("fork", 100), ("signal", 150), ("crash", 150), ("rewind", 100),
+    ]  # fmt: skip
+    assert marks[0].text == "forked: run parent"
+    assert marks[3].text == "rewound: set aside 150, home rewind_to_000100"
+
+
 def test_the_newest_attempt_has_crashed_only_when_it_is_known_to_be_over() -> None:
     attempts = attempts_of(KILLED)
     assert [mark.kind for mark in marks_of(KILLED, attempts, alive=True)] == ["signal"]
@@ -64,6 +80,7 @@ def test_the_newest_attempt_has_crashed_only_when_it_is_known_to_be_over() -> No
 
 def test_a_diverged_run_doesnt_fill_the_page_with_marks() -> None:
     journal = [event("loss_not_finite", 1, step, kind="nan") for step in range(5000)]
+    assert attempts_of(journal) == []
     marks = marks_of(journal, attempts_of(journal), alive=True)
     assert len(marks) == 200
 
@@ -78,6 +95,7 @@ def test_lines_that_make_no_sense_are_passed_over() -> None:
     journal = [
         {"event": "unreadable", "time": None, "attempt": None, "step": None},
         {},
+        event("attempt_started", 1, pid="x", host=None),
         event("saved", 1, None, time="yesterday", blocked_secs="long"),
         event("resumed", 1, None),
         {"attempt": "x", "event": ["signal"], "step": "y"},

@@ -89,8 +89,9 @@ const chart = (() => {
     renew() {
       if (!this.plot) return this.build();
       const {min, max} = this.plot.scales.x;
-      this.plot.setData(this.data, this.isWhole);
-      if (!this.isWhole) this.show(min, max);
+      const isWhole = this.isWhole;
+      this.still(() => this.plot.setData(this.data, isWhole));
+      if (!isWhole) this.show(min, max);
     }
 
     fit() {
@@ -114,7 +115,15 @@ const chart = (() => {
       const width = Math.max(max - min, 2);
       const low = Math.max(first, Math.min(min, last - width));
       const high = Math.min(last, low + width);
-      this.plot.setScale("x", high > low ? {min: low, max: high} : {min: first - 1, max: last + 1});
+      const ends = high > low ? {min: low, max: high} : {min: first - 1, max: last + 1};
+      this.still(() => this.plot.setScale("x", ends));
+    }
+
+    /** Change the plot at once; what is read out stays, though another point is under the cursor. */
+    still(change) {
+      this.isStill = true;
+      this.plot.batch(change);
+      this.isStill = false;
     }
 
     showAll() {
@@ -154,10 +163,8 @@ const chart = (() => {
       if (step < min || step > max) this.show(step - (max - min) / 2, step + (max - min) / 2);
       const left = this.plot.valToPos(step, "x");
       const top = losses[this.place] === null ? 0 : this.plot.valToPos(losses[this.place], "y");
-      this.pinned = true;
-      this.plot.setCursor({left, top}, false);
+      this.still(() => this.plot.setCursor({left, top}, false));
       this.onMove(this.place, this.near(left));
-      this.pinned = false;
     }
 
     /** Read the point of a step out, from near enough that its neighbours can be told apart. */
@@ -170,7 +177,7 @@ const chart = (() => {
     }
 
     moved(plot) {
-      if (this.pinned) return;
+      if (this.isStill) return;
       const {idx, left} = plot.cursor;
       if (left < 0 || idx === null || idx === undefined) return;
       this.place = idx;

@@ -71,22 +71,27 @@ const tables = (() => {
     return found.map(([name, facts]) => [name, facts && typeof facts === "object" ? facts : {weight: facts}]);
   }
 
-  function policy(state) {
-    at("policy-card").hidden = state === null || state === undefined;
-    if (at("policy-card").hidden) return;
-    const arms = armsOf(state) ?? armsOf(state.state);
-    if (!arms || !arms.length) return at("policy").replaceChildren(element("pre", {}, JSON.stringify(state, null, 2)));
-    const keys = [...new Set(arms.flatMap(([, facts]) => Object.keys(facts)))].filter((key) => key !== "name");
-    keys.sort((one, other) => (other === "weight") - (one === "weight"));
-    const top = Math.max(...arms.map(([, facts]) => (Number.isFinite(facts.weight) ? facts.weight : 0)), 1e-9);
-    const show = (value) => (typeof value === "number" ? number(value, 5) : typeof value === "string" ? value : value === undefined ? NONE : JSON.stringify(value));
-    const rows = arms.map(([name, facts]) => [name, ...keys.map((key) =>
-      key === "weight" && Number.isFinite(facts.weight)
-        ? element("span", {class: "meter"}, element("meter", {min: 0, max: top, value: facts.weight}), show(facts.weight))
-        : show(facts[key]))]);
-    fill("policy", ["arm", ...keys], rows);
-    const rest = Object.fromEntries(Object.entries(state).filter(([key]) => key !== "arms" && key !== "state"));
-    if (Object.keys(rest).length) at("policy").append(element("pre", {}, JSON.stringify(rest, null, 2)));
+  function policy(found) {
+    at("policy-card").hidden = found === null;
+    at("policy").replaceChildren();
+    if (found === null) return;
+    const {state, policy: settings} = found;
+    const arms = armsOf(state) ?? [];
+    if (arms.length) {
+      const keys = [...new Set(arms.flatMap(([, facts]) => Object.keys(facts)))].filter((key) => key !== "name");
+      keys.sort((one, other) => (other === "weight") - (one === "weight"));
+      const top = Math.max(...arms.map(([, facts]) => (Number.isFinite(facts.weight) ? facts.weight : 0)), 1e-9);
+      const show = (value) => (typeof value === "number" ? number(value, 5) : typeof value === "string" ? value : value === undefined || value === null ? NONE : JSON.stringify(value));
+      fill("policy", ["arm", ...keys], arms.map(([name, facts]) => [name, ...keys.map((key) =>
+        key === "weight" && Number.isFinite(facts.weight)
+          ? element("span", {class: "meter"}, element("meter", {min: 0, max: top, value: facts.weight}), show(facts.weight))
+          : show(facts[key]))]), [], ["arm"]);
+    }
+    const isObject = state !== null && typeof state === "object" && !Array.isArray(state);
+    const rest = arms.length && isObject ? Object.fromEntries(Object.entries(state).filter(([key]) => key !== "arms")) : state;
+    for (const [name, value] of [["state", rest], ["settings", settings]])
+      if (value !== null && value !== undefined && Object.keys(value).length)
+        at("policy").append(element("p", {class: "quiet"}, name), element("pre", {}, JSON.stringify(value, null, 2)));
   }
 
   function samples(story) {
