@@ -95,7 +95,8 @@ const chart = (() => {
     }
 
     fit() {
-      if (this.plot) this.plot.setSize(this.size);
+      const {width, height} = this.size;
+      if (this.plot && (this.plot.width !== width || this.plot.height !== height)) this.plot.setSize({width, height});
     }
 
     isSparse(plot) {

@@ -30,6 +30,19 @@ const decode = (() => {
     return [steps, new Float64Array(bytes.buffer)];
   }
 
+  function meansOf(losses) {
+    const means = new Array(losses.length);
+    let sum = 0, weight = 0;
+    for (let i = 0; i < losses.length; i++) {
+      if (losses[i] !== null) {
+        sum = KEEP * sum + (1 - KEEP) * losses[i];
+        weight = KEEP * weight + (1 - KEEP);
+      }
+      means[i] = weight ? sum / weight : null;
+    }
+    return means;
+  }
+
   /** The losses of a run: those that count, rising in step, and what was voided. */
   class History {
     constructor() {
@@ -37,41 +50,31 @@ const decode = (() => {
       this.steps = [];
       this.losses = []; // null where not finite
       this.means = []; // exponential, of the finite ones so far, the first not weighing more
-      this.sums = []; // what the means are made of…
-      this.weights = []; // …and divided by
       this.lost = []; // [steps, losses] of each tail that later entries voided
-      this.notFinite = 0;
     }
 
     add(steps, losses, voided) {
-      for (let i = 0; i < steps.length; i++) {
+      let last = this.steps.length ? this.steps[this.steps.length - 1] : -Infinity;
+      for (let i = 0; i < steps.length; i++, this.count++) {
+        const step = steps[i], loss = losses[i];
         if (this.count === voided) this.cut(0);
-        const step = steps[i];
-        if (this.steps.length && this.steps[this.steps.length - 1] >= step) this.cut(this.find(step));
-        const loss = Number.isFinite(losses[i]) ? losses[i] : null;
-        let sum = this.sums.at(-1) ?? 0, weight = this.weights.at(-1) ?? 0;
+        else if (step <= last) this.cut(this.find(step));
         this.steps.push(step);
-        this.losses.push(loss);
-        if (loss !== null) {
-          sum = KEEP * sum + (1 - KEEP) * loss;
-          weight = KEEP * weight + 1 - KEEP;
-        }
-        this.sums.push(sum);
-        this.weights.push(weight);
-        this.means.push(weight ? sum / weight : null);
-        this.count++;
+        this.losses.push(loss - loss === 0 ? loss : null);
+        last = step;
       }
       if (this.count === voided) this.cut(0);
-      this.notFinite = this.losses.reduce((sum, loss) => sum + (loss === null), 0);
+      this.means = meansOf(this.losses);
+    }
+
+    get notFinite() {
+      return this.losses.reduce((sum, loss) => sum + (loss === null), 0);
     }
 
     /** Void the entries from a place on. */
     cut(place) {
       if (place >= this.steps.length) return;
-      const steps = this.steps.splice(place);
-      this.lost.push([steps, this.losses.splice(place)]);
-      this.means.length = place;
-      this.sums.length = this.weights.length = place;
+      this.lost.push([this.steps.splice(place), this.losses.splice(place)]);
     }
 
     /** Return the place of the first entry whose step isn't below. */

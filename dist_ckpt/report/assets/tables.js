@@ -5,62 +5,63 @@ const tables = (() => {
   const {element, at, whole, duration, ago, bytes, moment, number, NONE} = words;
   const FIRST_ROWS = 25;
 
-  /** Fill a card with a table, newest first; it is hidden where there is nothing. */
-  function fill(name, heads, rows, right = [], wide = []) {
+  /** Fill a card with a table of the newest items; the rest is made when it is asked for. */
+  function fill(name, heads, items, cellsOf, right = [], wide = []) {
     const kind = (head) => (right.includes(head) ? "right" : wide.includes(head) ? "wide" : null);
-    at(`${name}-card`).hidden = rows.length === 0;
+    at(`${name}-card`).hidden = items.length === 0;
     const body = element("tbody");
     const add = (from, to) => {
-      for (const row of rows.slice(from, to))
-        body.append(element("tr", {}, ...row.map((cell, column) => element("td", {class: kind(heads[column])}, cell))));
+      for (const item of items.slice(from, to))
+        body.append(element("tr", {}, ...cellsOf(item).map((cell, column) => element("td", {class: kind(heads[column])}, cell))));
     };
     const head = element("tr", {}, ...heads.map((text) => element("th", {scope: "col", class: kind(text)}, text)));
     const shown = Math.max(FIRST_ROWS, Number(at(name).dataset.shown ?? 0));
     add(0, shown);
     at(name).replaceChildren(element("table", {}, element("thead", {}, head), body));
-    if (rows.length > shown) {
+    if (items.length > shown) {
       const more = element("button", {type: "button", class: "more", onclick: () => {
-        at(name).dataset.shown = rows.length;
-        add(shown, rows.length);
+        at(name).dataset.shown = Infinity;
+        add(shown, items.length);
         more.remove();
-      }}, `show all ${whole(rows.length)}`);
+      }}, `show all ${whole(items.length)}`);
       at(name).append(more);
     }
   }
 
   function events(story, onShow) {
-    const rows = story.marks.map(([kind, step, attempt, time, text]) => [
+    const cells = ([kind, step, attempt, time, text]) => [
       element("span", {class: `mark ${kind}`}, `${chart.GLYPHS[kind]} ${kind}`),
       element("button", {type: "button", class: "link", title: "Show on the curve", onclick: () => onShow(step)}, whole(step)),
       attempt, time === null ? NONE : moment(time), text,
-    ]);
-    fill("events", ["what", "step", "attempt", "when", "told"], rows.reverse(), ["step", "attempt"], ["told"]);
+    ];
+    fill("events", ["what", "step", "attempt", "when", "told"], story.marks.toReversed(), cells, ["step", "attempt"], ["told"]);
   }
 
   function attempts(story, now) {
-    const last = story.attempts.length - 1;
-    const rows = story.attempts.map((one, place) => {
-      const isOpen = one.how === null;
-      const how = !isOpen ? one.how : place === last && now.is_alive ? now.state : "gone without a word";
+    const last = story.attempts.at(-1);
+    const cells = (one) => {
+      const how = one.how ?? (one === last && now.is_alive ? now.state : "gone without a word");
       return [
         one.number, one.start_step === null ? NONE : `${whole(one.start_step)} → ${whole(one.last_step)}`,
         moment(one.began), one.ended === null || one.began === null ? NONE : duration(one.ended - one.began),
         one.why ? `${how}: ${one.why}` : how, one.world_size, one.secs_per_step ? `${number(60 / one.secs_per_step, 3)}/min` : NONE,
         one.saved, one.saved ? duration(one.blocked_secs / one.saved) : NONE, one.pid === null ? one.host : `${one.host} · ${one.pid}`,
       ];
-    });
-    fill("attempts", ["attempt", "steps", "began", "took", "end", "ranks", "speed", "saved", "blocked", "host · pid"], rows.reverse(), ["attempt", "ranks", "saved", "blocked"], ["end"]);
+    };
+    const heads = ["attempt", "steps", "began", "took", "end", "ranks", "speed", "saved", "blocked", "host · pid"];
+    fill("attempts", heads, story.attempts.toReversed(), cells, ["attempt", "ranks", "saved", "blocked"], ["end"]);
   }
 
   function generations(story, now) {
-    const rows = story.generations.map(([step, time, reasons, ranks, size, verified, pinned, proven, fault]) => [
+    const cells = ([step, time, reasons, ranks, size, verified, pinned, proven, fault]) => [
       whole(step), time === null ? NONE : element("span", {title: moment(time)}, ago(now.time - time)),
       fault === null ? reasons.join(", ") : element("span", {class: "bad"}, `unreadable: ${fault}`),
       ranks, bytes(size),
       verified === null ? element("span", {class: "warn"}, "not yet") : element("span", {class: "good", title: moment(verified)}, "✓ read back"),
       proven ?? NONE, pinned === null ? NONE : pinned || "yes",
-    ]);
-    fill("generations", ["step", "age", "reason", "ranks", "bytes", "verified", "proven by", "pinned"], rows.reverse(), ["step", "ranks", "bytes"], ["reason", "proven by"]);
+    ];
+    const heads = ["step", "age", "reason", "ranks", "bytes", "verified", "proven by", "pinned"];
+    fill("generations", heads, story.generations.toReversed(), cells, ["step", "ranks", "bytes"], ["reason", "proven by"]);
   }
 
   /** Return [name, facts] of each arm in a policy's state, however it is laid out; null if none. */
@@ -82,10 +83,9 @@ const tables = (() => {
       keys.sort((one, other) => (other === "weight") - (one === "weight"));
       const top = Math.max(...arms.map(([, facts]) => (Number.isFinite(facts.weight) ? facts.weight : 0)), 1e-9);
       const show = (value) => (typeof value === "number" ? number(value, 5) : typeof value === "string" ? value : value === undefined || value === null ? NONE : JSON.stringify(value));
-      fill("policy", ["arm", ...keys], arms.map(([name, facts]) => [name, ...keys.map((key) =>
-        key === "weight" && Number.isFinite(facts.weight)
-          ? element("span", {class: "meter"}, element("meter", {min: 0, max: top, value: facts.weight}), show(facts.weight))
-          : show(facts[key]))]), [], ["arm"]);
+      const meter = (weight) => element("span", {class: "meter"}, element("meter", {min: 0, max: top, value: weight}), show(weight));
+      const cells = ([name, facts]) => [name, ...keys.map((key) => (key === "weight" && Number.isFinite(facts.weight) ? meter(facts.weight) : show(facts[key])))];
+      fill("policy", ["arm", ...keys], arms, cells, [], ["arm"]);
     }
     const isObject = state !== null && typeof state === "object" && !Array.isArray(state);
     const rest = arms.length && isObject ? Object.fromEntries(Object.entries(state).filter(([key]) => key !== "arms")) : state;

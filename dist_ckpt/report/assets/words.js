@@ -32,7 +32,7 @@ const words = (() => {
   }
 
   const whole = (value) =>
-    value === null || value === undefined ? NONE : Math.round(value).toLocaleString("en-US").replaceAll(",", "\u2009");
+    value === null || value === undefined ? NONE : String(Math.round(value)).replace(/\B(?=(\d{3})+$)/g, "\u2009");
 
   const count = (number, one, many = `${one}s`) => `${whole(number)} ${number === 1 ? one : many}`;
 
@@ -40,10 +40,9 @@ const words = (() => {
   const number = (value, digits = 6) =>
     value === null || value === undefined ? "not finite" : digits >= 17 ? String(value) : String(Number(value.toPrecision(digits)));
 
-  const moment = (secs) =>
-    secs === null || secs === undefined
-      ? NONE
-      : new Date(secs * 1000).toLocaleString([], {dateStyle: "medium", timeStyle: "short"});
+  const clock = new Intl.DateTimeFormat([], {dateStyle: "medium", timeStyle: "short"}); // dear to make
+
+  const moment = (secs) => (secs === null || secs === undefined ? NONE : clock.format(secs * 1000));
 
   /** Return a new element. Children are nodes or texts. */
   function element(tag, attributes = {}, ...children) {
