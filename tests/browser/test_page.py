@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dist_ckpt.history import History
+from dist_ckpt.history import History, canonical
 from dist_ckpt.report import Gathered, Server, gather, render_page
 from dist_ckpt.runs import open_run
 from helpers.browsing import Browser, Page, find_browser
@@ -143,6 +143,33 @@ def test_200_000_losses_and_2_000_generations_are_all_reachable(
         page.click("#generations .more")
         assert page.eval("document.querySelectorAll('#generations tbody tr').length") == 2000
         assert page.complaints() == []
+
+
+def test_the_page_reads_a_loss_file_as_the_library_does(browser: Browser, tmp_path: Path) -> None:
+    chance = random.Random(17)
+    cases, expected = [], []
+    for _ in range(200):
+        step, entries = 0, []
+        for _ in range(chance.randrange(40)):
+            step = max(0, step + chance.choice((1, 1, 1, 1, 3, -2, -7, 0)))
+            entries.append((step, chance.choice((None, chance.random()))))
+        void = chance.choice((0, 0, chance.randrange(len(entries) + 1)))
+        # In one piece, and as a live page gets it.
+        cut = chance.randrange(void, len(entries) + 1)
+        cases.append([void, cut, entries])
+        expected.append([list(entry) for entry in canonical(entries[void:])])
+    run_dir = write_run(tmp_path / "run", losses=[(1, 1.0)])
+    with browser.page() as page:
+        page.open(page_of(run_dir))
+        for pieces in ("[entries]", "[entries.slice(0, cut), entries.slice(cut)]"):
+            found = page.eval(
+                f"{json.dumps(cases)}.map(([voided, cut, entries]) => {{"
+                "const history = new decode.History();"
+                f"for (const piece of {pieces})"
+                " history.add(piece.map((one) => one[0]), piece.map((one) => one[1] ?? NaN), voided);"
+                "return history.steps.map((step, place) => [step, history.losses[place]]); })"
+            )
+            assert found == expected
 
 
 def test_hostile_texts_are_shown_as_text(browser: Browser, tmp_path: Path) -> None:

@@ -196,6 +196,7 @@ const chart = (() => {
       const x = (step) => Math.max(bbox.left, Math.min(bbox.left + bbox.width, plot.valToPos(step, "x", true)));
       ctx.save();
       ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+      ctx.textAlign = "left";
       ctx.textBaseline = "top";
       this.bands.forEach(([number, from, to], place) => {
         const [left, right] = [x(from), x(to)];

@@ -2,7 +2,7 @@
 // Puts the page together, and on a live one asks for news.
 
 (async () => {
-  const {at, element, whole, count, duration, ago, bytes, number, moment} = words;
+  const {at, element, whole, count, duration, ago, bytes, number, moment, soon} = words;
   const WORDS = {running: "running", stopped: "stopped", ended: "ended", failed: "failed", dead: "dead", unknown: "unknown", new: "new"};
   const facts = JSON.parse(at("facts-data").textContent);
   const curve = JSON.parse(at("curve-data").textContent);
@@ -66,7 +66,7 @@
       ["loss", finite === undefined ? words.NONE : number(mean, 5), finite === undefined ? "" : `smoothed; last ${number(finite, 5)}`],
       ["speed", now.secs_per_step ? `${number(60 / now.secs_per_step, 3)}/min` : words.NONE, now.secs_per_step ? `a step takes ${duration(now.secs_per_step)}` : "two checkpoints will tell"],
     ];
-    if (now.left_secs !== null) shown.push(["time left", now.left_secs ? duration(now.left_secs) : "done", now.is_alive && now.left_secs ? `until about ${moment(now.time + now.left_secs)}` : "at the usual speed"]);
+    if (now.left_secs !== null) shown.push(["time left", now.left_secs ? duration(now.left_secs) : "done", now.is_alive && now.left_secs ? `until about ${soon(now.time, now.left_secs)}` : "at the usual speed"]);
     shown.push(["committed", whole(now.committed_step), now.committed_age_secs === null ? "" : ago(now.committed_age_secs + since())]);
     if (now.free_bytes !== null) shown.push(["room for", now.generations_that_fit === null ? bytes(now.free_bytes) : whole(now.generations_that_fit), now.generations_that_fit === null ? "free on the disk" : `more generations of ${bytes(now.generation_bytes)}`]);
     at("tiles").replaceChildren(...shown.map(([name, value, note]) => element("div", {}, element("dt", {}, name), element("dd", {}, value), element("dd", {class: "quiet"}, note))));

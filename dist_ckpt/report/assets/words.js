@@ -42,6 +42,11 @@ const words = (() => {
 
   const clock = new Intl.DateTimeFormat([], {dateStyle: "medium", timeStyle: "short"}); // dear to make
 
+  const hour = new Intl.DateTimeFormat([], {timeStyle: "short"});
+
+  /** When something ends: the time alone where that is within the day. */
+  const soon = (from, secs) => (secs < 64800 ? hour : clock).format((from + secs) * 1000);
+
   const moment = (secs) => (secs === null || secs === undefined ? NONE : clock.format(secs * 1000));
 
   /** Return a new element. Children are nodes or texts. */
@@ -58,5 +63,5 @@ const words = (() => {
 
   const at = (id) => document.getElementById(id);
 
-  return {NONE, duration, ago, bytes, whole, count, number, moment, element, at};
+  return {NONE, duration, ago, bytes, whole, count, number, moment, soon, element, at};
 })();
