@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ class Gathered:
 
     now: dict[str, Any]
     story: dict[str, Any]
-    entries: list[LossEntry]
+    entries: Sequence[LossEntry]
     void: int
 
 

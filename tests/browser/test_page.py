@@ -166,7 +166,8 @@ def test_the_page_reads_a_loss_file_as_the_library_does(browser: Browser, tmp_pa
                 f"{json.dumps(cases)}.map(([voided, cut, entries]) => {{"
                 "const history = new decode.History();"
                 f"for (const piece of {pieces})"
-                " history.add(piece.map((one) => one[0]), piece.map((one) => one[1] ?? NaN), voided);"
+                " history.add(piece.map(([step]) => step), piece.map(([, loss]) => loss ?? NaN),"
+                " voided);"
                 "return history.steps.map((step, place) => [step, history.losses[place]]); })"
             )
             assert found == expected
@@ -255,16 +256,16 @@ def test_a_phone_shows_it_without_scrolling_sideways_and_fingers_move_it(
             ]
             page.call("Input.dispatchTouchEvent", type=kind, touchPoints=points)
 
-        for kind, places in (
-            ("touchStart", (0.45, 0.55)), ("touchMove", (0.3, 0.7)), ("touchMove", (0.1, 0.9)),
-            ("touchEnd", ()),
-        ):  # fmt: skip
-            touch(kind, *places)
+        touch("touchStart", 0.45, 0.55)
+        touch("touchMove", 0.3, 0.7)
+        touch("touchMove", 0.1, 0.9)
+        touch("touchEnd")
         page.wait("Number(document.getElementById('chart').dataset.max) < 999")
         before = shown(page)
         assert before[1] - before[0] < 500
-        for kind, places in (("touchStart", (0.7,)), ("touchMove", (0.5,)), ("touchMove", (0.2,))):
-            touch(kind, *places)
+        touch("touchStart", 0.7)
+        touch("touchMove", 0.5)
+        touch("touchMove", 0.2)
         touch("touchEnd")
         page.wait(f"Number(document.getElementById('chart').dataset.min) > {before[0]}")
         after = shown(page)
