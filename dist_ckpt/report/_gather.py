@@ -70,10 +70,26 @@ def now_of(status: Status, journal: Iterable[Mapping[str, Any]]) -> dict[str, An
     return {
         **status.to_json(),
         "is_alive": status.is_alive,
+        "troubles": _troubles(status),
         "until": until,
         "left_secs": left,
         "time": time.time(),
     }
+
+
+def _troubles(status: Status) -> list[str]:
+    """Return what somebody should look after, a sentence each."""
+    troubles = [f"Step {step} can't be used: {why}" for step, why in status.damaged.items()]
+    if status.failing is not None:
+        count = status.failing.count
+        which = "The last save" if count == 1 else f"The last {count} saves"
+        troubles.append(f"{which} failed: {status.failing.error}")
+    if status.lost_losses is not None:
+        text = str(status.lost_losses)
+        troubles.append(f"{text[0].upper()}{text[1:]}.")
+    if status.set_aside:
+        troubles.append(f"Found unusable and set aside in archive/: {', '.join(status.set_aside)}.")
+    return troubles
 
 
 def story_of(run: Run, status: Status, journal: list[dict[str, Any]]) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def _losses(catalog: Catalog) -> Reply:
             continue  # one broken run mustn't hide the others
         points = canonical(view.entries[view.void :])
         step, loss = points[-1] if points else (None, None)
-        found["live" if view.now["state"] == "running" else "saved"][name] = {
+        found["live" if view.now["alive"] else "saved"][name] = {
             "step": step,
             "loss": loss,
             "count": len(points),

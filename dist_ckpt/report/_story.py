@@ -35,6 +35,8 @@ MARKS: Mapping[str, str] = {
     "skipped": "fault",
     "faulty": "fault",
     "save_failed": "fault",
+    "losses_missing": "fault",
+    "made_again": "fault",
     "stale": "fault",
     "replay_differs": "fault",
     "loss_not_finite": "fault",

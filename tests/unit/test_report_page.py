@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from dist_ckpt.history import History
 from dist_ckpt.report import Gathered, gather, render_page
 from dist_ckpt.report._page import asset, render_index
 from dist_ckpt.runs import open_run
@@ -156,6 +157,20 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_shown(tmp_path: Path) -> N
     gathered = gather(open_run(run_dir))
     assert len(gathered.story["problems"]) == 3
     assert len(gathered.entries) == 12
+
+
+def test_what_needs_looking_after_is_said(tmp_path: Path) -> None:
+    run_dir = ended_run(tmp_path)
+    assert gather(open_run(run_dir)).now["troubles"] == []
+    (run_dir / "checkpoints" / "step_000012" / "rank_00000.shard").unlink()
+    (run_dir / "archive" / "faulty_4").mkdir(parents=True)
+    with History(run_dir, "small", 2) as history:
+        history.journal.append("save_failed", step=14, error="disk on fire")
+    troubles = gather(open_run(run_dir)).now["troubles"]
+    assert [text.split(":")[0] for text in troubles] == [
+        "Step 12 can't be used", "The last save failed", "Found unusable and set aside in archive/",
+    ]  # fmt: skip
+    assert troubles[1].endswith("disk on fire")
 
 
 def test_long_samples_are_cut_and_old_ones_left_out(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_news_are_the_entries_since_and_what_else_happened(tmp_path: Path) -> No
         data = zlib.decompress(base64.b64decode(news["curve"]["data"]))
         assert (news["from"], struct.unpack("<d", data[:8])) == (2, (3.0,))
         story = json.loads(zlib.decompress(base64.b64decode(news["story"])))
-        assert [mark[:2] for mark in story["marks"]] == [["signal", 3], ["crash", 3]]
+        assert [mark[:2] for mark in story["marks"]] == [["signal", 3]]
         # Another file, fewer entries, other void ones: all of it again.
         for query in ("since=2&file=other&void=0", f"since=9&{known}", "since=2&file=&void=7"):
             assert ask_json(server, f"/run/run/data?{query}")["from"] == 0

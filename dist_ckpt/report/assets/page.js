@@ -3,7 +3,7 @@
 
 (async () => {
   const {at, element, whole, count, duration, ago, bytes, number, moment, soon} = words;
-  const WORDS = {running: "running", stopped: "stopped", ended: "ended", failed: "failed", dead: "dead", unknown: "unknown", new: "new"};
+  const WORDS = {running: "running", suspended: "suspended", stopped: "stopped", ended: "ended", failed: "failed", dead: "dead", unknown: "unknown", new: "new"};
   const facts = JSON.parse(at("facts-data").textContent);
   const curve = JSON.parse(at("curve-data").textContent);
   let history = new decode.History();
@@ -54,7 +54,12 @@
       : now.verified_step === now.committed_step ? `Step ${whole(now.verified_step)} is the newest generation, read back whole.`
       : `Step ${whole(now.verified_step)} is the last that was read back whole; step ${whole(now.committed_step)} is committed.`;
     home.replaceChildren(...parts, element("span", {class: "quiet"}, kept));
-    home.className = now.verified_step === null ? "risk warn" : "risk";
+    home.className = now.troubles.length ? "risk bad" : now.verified_step === null ? "risk warn" : "risk";
+  }
+
+  function troubles() {
+    at("troubles").hidden = now.troubles.length === 0;
+    at("troubles").replaceChildren(...now.troubles.map((text) => element("li", {}, text)));
   }
 
   function tiles() {
@@ -110,6 +115,7 @@
     goOn();
     head();
     risk();
+    troubles();
     tiles();
     key();
     plot.tell(story);
@@ -159,7 +165,7 @@
       precision = news.from === 0 ? news.curve : precision;
       await take(news.curve, news.void);
     }
-    if (news.story || news.curve.count) all(); else { head(); risk(); tiles(); }
+    if (news.story || news.curve.count) all(); else { head(); risk(); troubles(); tiles(); }
   }
 
   async function follow() {
