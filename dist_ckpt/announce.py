@@ -31,6 +31,7 @@ __all__ = [
     "LAUNCH_DIR_ENV",
     "LAUNCH_ID_ENV",
     "Announcement",
+    "agent_pid",
     "announce",
     "announcement_lock",
     "any_stopped",
@@ -43,6 +44,7 @@ __all__ = [
     "read_announcements",
     "request_stop",
     "stop_requested",
+    "take_again",
     "withdraw",
     "write_json",
 ]
@@ -54,6 +56,7 @@ AGENT_PID_ENV = "DIST_CKPT_AGENT_PID"
 _LOCK_NAME = "lock"
 _STOP_NAME = "stop"
 _STOPPED_NAME = "stopped"
+_AGAIN_NAME = "again"
 _LOCK_WAIT_SECS = 1.0
 _PR_SET_PDEATHSIG = 1
 _STATE_FIELD, _START_TIME_FIELD = 0, 19  # counted behind the command's closing parenthesis
@@ -80,6 +83,11 @@ class Announcement:
 def launch_id() -> str | None:
     """Return the random name of the launch that this process belongs to; None without one."""
     return os.environ.get(LAUNCH_ID_ENV) or None
+
+
+def agent_pid() -> int | None:
+    """Return the pid of the agent that started this process; None without our launcher."""
+    return _int_env(AGENT_PID_ENV, 0) or None
 
 
 def announce(rank: int) -> bool:
@@ -119,13 +127,15 @@ def announce(rank: int) -> bool:
     return True
 
 
-def withdraw(rank: int, *, stopped: bool = False) -> None:
+def withdraw(rank: int, *, stopped: bool = False, again: bool = False) -> None:
     """The launcher signals this process no more; call it before the handlers are taken away.
 
     Args:
         rank: The rank that was announced.
         stopped: True when training ended because it was asked to: torchrun then doesn't start the
             workers again, whatever they exit with.
+        again: True when training ended to be started again: the agent does so once its workers
+            have ended with 0.
     """
     directory = _launch_dir()
     if directory is None:
@@ -138,6 +148,8 @@ def withdraw(rank: int, *, stopped: bool = False) -> None:
         write_json(_record_path(directory, rank), after)
         if stopped:
             (directory / _STOPPED_NAME).touch(mode=0o600)
+        if again:
+            (directory / _AGAIN_NAME).touch(mode=0o600)
 
 
 def read_announcements(directory: Path) -> list[Announcement]:
@@ -174,6 +186,15 @@ def any_stopped(directory: Path, pids: Collection[int]) -> bool:
         return False  # the usual answer, ten times a second
     records = read_all_announcements(directory).values()
     return any(record.stopped and record.pid in pids for record in records)
+
+
+def take_again(directory: Path) -> bool:
+    """Return whether a rank ended to be started again; says so once."""
+    try:
+        (directory / _AGAIN_NAME).unlink()
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -271,9 +292,9 @@ def _int_env(name: str, default: int) -> int:
 
 
 def _end_with_agent() -> None:
-    agent_pid = _int_env(AGENT_PID_ENV, 0)
-    if os.getppid() != agent_pid:
+    agent = _int_env(AGENT_PID_ENV, 0)
+    if os.getppid() != agent:
         return  # a wrapper stands between: its death isn't the agent's
     die_with_parent(signal.SIGTERM)
-    if os.getppid() != agent_pid:  # it died before the kernel was asked
+    if os.getppid() != agent:  # it died before the kernel was asked
         os.kill(os.getpid(), signal.SIGTERM)

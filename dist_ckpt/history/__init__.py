@@ -9,6 +9,8 @@ from __future__ import annotations
 from dist_ckpt.history._gap import LossGap
 from dist_ckpt.history._history import History, NullHistory
 from dist_ckpt.history._journal import Journal, NullJournal, parse_journal
+from dist_ckpt.history._json_array import strict_loads
+from dist_ckpt.history._lines_file import LinesFile, encode_line, parse_lines
 from dist_ckpt.history._loss_file import LossFile
 from dist_ckpt.history._loss_format import (
     MISSING,
@@ -32,11 +34,23 @@ from dist_ckpt.history._readers import (
 )
 from dist_ckpt.history._replay import ReplayResult, replay_summary
 from dist_ckpt.history._samples import Samples, canonical_samples, parse_samples
+from dist_ckpt.history._sidecars import (
+    ABSENT,
+    encode_settings,
+    encode_state,
+    parse_settings,
+    read_policy,
+    read_state,
+    write_policy,
+    write_state,
+)
 
 __all__ = [
+    "ABSENT",
     "MISSING",
     "History",
     "Journal",
+    "LinesFile",
     "LossEntry",
     "LossFile",
     "LossGap",
@@ -50,11 +64,16 @@ __all__ = [
     "canonical",
     "canonical_samples",
     "check_metric_names",
+    "encode_line",
+    "encode_settings",
+    "encode_state",
     "history_path",
     "parse_journal",
+    "parse_lines",
     "parse_loss",
     "parse_metrics",
     "parse_samples",
+    "parse_settings",
     "proven_steps",
     "read_gap",
     "read_history",
@@ -62,7 +81,12 @@ __all__ = [
     "read_loss",
     "read_loss_raw",
     "read_metrics",
+    "read_policy",
     "read_samples",
+    "read_state",
     "replay_summary",
     "run_name",
+    "strict_loads",
+    "write_policy",
+    "write_state",
 ]

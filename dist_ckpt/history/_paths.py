@@ -7,7 +7,7 @@ from typing import Final
 
 from dist_ckpt.storage import list_names
 
-__all__ = ["FILES", "history_path", "run_name"]
+__all__ = ["FILES", "SIDECARS", "history_path", "run_name"]
 
 FILES: Final = {
     "loss": ".loss.json",
@@ -15,11 +15,13 @@ FILES: Final = {
     "samples": ".samples.json",
     "journal": ".journal.jsonl",
 }
+#: Written whole, not appended to; a pivot sets them aside.
+SIDECARS: Final = {"state": ".state.json", "policy": ".policy.json"}
 
 
 def history_path(run_dir: str | os.PathLike[str], name: str, what: str) -> str:
-    """Return the path of ``"loss"``, ``"metrics"``, ``"samples"`` or ``"journal"``."""
-    return os.path.join(os.fspath(run_dir), name + FILES[what])
+    """Return the path of one of `FILES` or `SIDECARS`, by its word (``"loss"``, ``"state"``, …)."""
+    return os.path.join(os.fspath(run_dir), name + {**FILES, **SIDECARS}[what])
 
 
 def run_name(run_dir: str | os.PathLike[str]) -> str:

@@ -25,6 +25,7 @@ from dist_ckpt.announce import (
     die_with_parent,
     read_announcements,
     stop_requested,
+    take_again,
     write_json,
 )
 from dist_ckpt.launcher._names import LAUNCHER_PID_ENV, RESULT_NAME, SHUTDOWN_ENV
@@ -117,6 +118,7 @@ def _use_our_agent(directory: Path, progress: _Progress) -> None:
             progress.started = True
             with contextlib.suppress(OSError):
                 (directory / RESULT_NAME).unlink(missing_ok=True)
+            take_again(directory)  # of workers that failed after they asked for it
             started = super()._start_workers(worker_group)
             _give_time(self._pcontext, float(getattr(self, "_shutdown_timeout", 30)))
             return started
@@ -129,7 +131,14 @@ def _use_our_agent(directory: Path, progress: _Progress) -> None:
             )
             if progress.stopping:
                 self._remaining_restarts = 0
-            return super()._monitor_workers(worker_group)
+            result = super()._monitor_workers(worker_group)
+            ended_well = result.state.name == "SUCCEEDED"
+            if ended_well and not progress.stopping and take_again(directory):
+                # A pivot: one restart more than the user allows for failures, and counted as one.
+                worker_group.spec.max_restarts += 1
+                self._restart_workers(worker_group)
+                return type(result)(state=worker_group.state)
+            return result
 
         def _shutdown(self, *args: Any, **kwargs: Any) -> None:
             try:

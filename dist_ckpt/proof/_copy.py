@@ -9,7 +9,7 @@ from dist_ckpt import storage
 __all__ = ["copy_run"]
 
 _LIMIT_BYTES = 1 << 40
-_NOT_COPIED = ("run.lock", "archive")
+_NOT_COPIED = ("run.lock", "archive", "request.json")
 
 
 def copy_run(source: Path, target: Path) -> None:

@@ -77,6 +77,7 @@ def restore_newest(
     omit: Collection[str] = (),
     generators: Mapping[str, Any] | None = None,
     only: int | None = None,
+    chosen: Callable[[ResumePoint], None] | None = None,
 ) -> Resumed | None:
     """Restore all but random state from the newest usable generation; None where none exists.
 
@@ -89,6 +90,7 @@ def restore_newest(
         omit: Parts to leave out, for proofs ("rng", "data", "optimizer", "scheduler", "scaler").
         generators: The user's generators, for ranks that the saved job didn't have.
         only: This step and no other.
+        chosen: Told the admitted resume point on every rank, before anything of it is loaded.
 
     Raises:
         NoUsableGenerationError: Generations exist, but each has a fault.
@@ -110,7 +112,7 @@ def restore_newest(
         attempt = _Restore(store, comm, captured, step, accept=accept, omit=omit)
         began = time.monotonic()
         try:
-            resumed = attempt.run(admit, generators or {})
+            resumed = attempt.run(admit, generators or {}, chosen or (lambda _point: None))
         except _Unusable as fault:
             skipped.append(Skipped(step, fault.id, str(fault)))
             continue
@@ -162,13 +164,19 @@ class _Restore:
         self._accept = accept
         self._omit = frozenset(omit)
 
-    def run(self, admit: Callable[[ResumePoint], None], generators: Mapping[str, Any]) -> Resumed:
+    def run(
+        self,
+        admit: Callable[[ResumePoint], None],
+        generators: Mapping[str, Any],
+        chosen: Callable[[ResumePoint], None],
+    ) -> Resumed:
         comm = self._comm
         point = self._together("open", self._open)
         if comm.rank == 0:
             self._together("identity", lambda: admit(point))
         else:
             self._together("identity", lambda: None)
+        chosen(point)
         same_size = point.world_size == comm.world_size
         own_rank = comm.rank if same_size else 0
         reader = self._together("index", lambda: Reader(self._store, point))

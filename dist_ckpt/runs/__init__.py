@@ -1,6 +1,6 @@
 """Looking at a run from outside: its generations, history, state of health. Layer 6.
 
-Reads, and exports to where it is told; never changes a run directory. Importing this, and all of it
+Reads, and exports to where it is told; only `pivot_run` changes a run directory. Importing this, and all of it
 but `Generation.tensor` and `Generation.load_into`, needs no torch.
 """
 
@@ -13,6 +13,7 @@ from dist_ckpt.runs._findings import Depth, Fault, Finding
 from dist_ckpt.runs._generation import Generation
 from dist_ckpt.runs._listing import Row, list_rows
 from dist_ckpt.runs._liveness import Evidence, Liveness, State, look_alive
+from dist_ckpt.runs._pivot import Pivoted, PivotPlan, pivot_run, plan_pivot
 from dist_ckpt.runs._places import holds_format, is_generation
 from dist_ckpt.runs._run import Run, open_run
 from dist_ckpt.runs._status import Status, read_status
@@ -27,6 +28,8 @@ __all__ = [
     "Finding",
     "Generation",
     "Liveness",
+    "PivotPlan",
+    "Pivoted",
     "Row",
     "Run",
     "State",
@@ -43,6 +46,8 @@ __all__ = [
     "list_rows",
     "look_alive",
     "open_run",
+    "pivot_run",
+    "plan_pivot",
     "planned_bytes",
     "read_status",
     "write_export",

@@ -27,7 +27,7 @@ from dist_ckpt.runs._liveness import State, look_alive
 from dist_ckpt.runs._places import journal_path
 from dist_ckpt.runs._run import Run
 
-__all__ = ["Answered", "ask_save", "ask_stop"]
+__all__ = ["Answered", "ask_save", "ask_stop", "handles", "sender_to"]
 
 _POLL_SECS = 0.05
 _ENDS = ("attempt_stopped", "attempt_ended", "attempt_failed")
@@ -204,8 +204,8 @@ class _Tail:
 
 def _ask(run: Run, signum: signal.Signals, timeout_secs: float) -> _Asked:
     pid, start_time = _find_process(run)
-    with _process(pid, start_time, run) as send:
-        if not _handles(pid, signum):
+    with sender_to(pid, start_time, run) as send:
+        if not handles(pid, signum):
             raise NotRunningError(
                 f"Process {pid} doesn't handle {signum.name} (now): it would die of it.",
                 next_step="It is about to end, or its Checkpointer was told other `signals`.",
@@ -254,7 +254,7 @@ def _not_running(run: Run, message: str, host: object = None) -> NotRunningError
     )
 
 
-class _process:  # noqa: N801 - reads as a verb in its one `with`
+class sender_to:  # noqa: N801 - reads as a verb in its one `with`
     """Sends signals to that very process by a handle of the kernel, and to no later one."""
 
     def __init__(self, pid: int, start_time: int, run: Run) -> None:
@@ -292,7 +292,7 @@ class _process:  # noqa: N801 - reads as a verb in its one `with`
             ) from None
 
 
-def _handles(pid: int, signum: signal.Signals) -> bool:
+def handles(pid: int, signum: signal.Signals) -> bool:
     """Return whether the process catches the signal; True where that can't be told."""
     try:
         text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")

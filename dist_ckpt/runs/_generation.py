@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dist_ckpt.errors import NotFoundError, SettingError
 from dist_ckpt.generations import StoredGenerations
+from dist_ckpt.policy import WithoutZombies
 from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.snapshot_index import IndexedTensor, encode_name
 
@@ -149,7 +150,7 @@ class Generation:
             scheduler: Likewise.
             scaler: Likewise.
             data: An object with ``state_dict`` and ``load_state_dict``.
-            policy: Likewise.
+            policy: Likewise; arms without a source are left out, with a warning that names them.
             extra: Such objects by name; names that were saved and aren't here are left out.
             accept: Parts whose difference is accepted (``"scaler"``, ``"extra.ema"``).
             rank: Whose buffers and own values are loaded.
@@ -169,6 +170,7 @@ class Generation:
                 next_step=f"Give a rank below {self.manifest.world_size}.",
                 found=rank,
             )
+        policy = None if policy is None else WithoutZombies(policy)
         given = dict(zip(_PARTS, (optimizer, scheduler, scaler, data, policy, extra), strict=True))
         omit = {part for part, value in given.items() if value is None} | {"generators"}
         if optimizer is None:

@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ from dist_ckpt import announce, storage
 from dist_ckpt.comm import Comm
 from dist_ckpt.errors import DistCkptError, ForeignFileError, SettingError, StorageError
 from dist_ckpt.generations import GenerationStore
-from dist_ckpt.history import History, NullHistory, read_journal, run_name
+from dist_ckpt.history import History, NullHistory, read_journal, run_name, write_state
+from dist_ckpt.lifecycle import Pivot, finish_pivot
 from dist_ckpt.storage import RunLock
 
 __all__ = ["Attempt", "open_attempt"]
@@ -43,6 +45,7 @@ class Attempt:
         lock: Held by rank 0, None elsewhere.
         facts: What ``run.json`` says.
         removed: Temporary remains of earlier attempts that were removed.
+        pivot: The pivot that this start carried out, where one was left to do.
     """
 
     number: int
@@ -53,6 +56,7 @@ class Attempt:
     lock: RunLock | None
     facts: Mapping[str, Any]
     removed: tuple[str, ...] = ()
+    pivot: Pivot | None = None
     warn: Callable[[str], None] = field(default=lambda _text: None, repr=False)
     is_abandoned: bool = False
 
@@ -64,6 +68,10 @@ class Attempt:
             self.history.journal.append(event, step=step, **fields)
         except (DistCkptError, OSError, ValueError) as error:
             self.warn(f"the journal could not take {event!r}: {error}")
+
+    def keep_policy(self, state: bytes) -> None:
+        """``NAME.state.json`` holds the policy's state, durably; on the background thread."""
+        write_state(self.store.run_dir, self.name, state)
 
     def check_lock(self) -> None:
         """Return if the run directory is still this job's."""
@@ -102,11 +110,11 @@ def open_attempt(run_dir: Path, comm: Comm) -> Attempt:
     store = GenerationStore(run_dir)
     with contextlib.ExitStack() as undo:
 
-        def start() -> tuple[RunLock, History, dict[str, Any], list[str]] | None:
+        def start() -> _Started | None:
             return _start(run_dir, store, comm, undo) if comm.rank == 0 else None
 
         started = comm.together("opening the run directory", start)
-        facts = json.loads(comm.broadcast(json.dumps(started[2]).encode() if started else None))
+        facts = json.loads(comm.broadcast(json.dumps(started.facts).encode() if started else None))
         comm.together("looking for the run directory", lambda: _check_shared(run_dir, facts))
         undo.pop_all()
     return Attempt(
@@ -114,16 +122,26 @@ def open_attempt(run_dir: Path, comm: Comm) -> Attempt:
         name=facts["name"],
         nonce=facts["nonce"],
         store=store,
-        history=started[1] if started else NullHistory(),
-        lock=started[0] if started else None,
+        history=started.history if started else NullHistory(),
+        lock=started.lock if started else None,
         facts=facts,
-        removed=tuple(started[3]) if started else (),
+        removed=tuple(started.removed) if started else (),
+        pivot=started.pivot if started else None,
     )
+
+
+@dataclass(frozen=True)
+class _Started:
+    lock: RunLock
+    history: History
+    facts: dict[str, Any]
+    removed: list[str]
+    pivot: Pivot | None
 
 
 def _start(
     run_dir: Path, store: GenerationStore, comm: Comm, undo: contextlib.ExitStack
-) -> tuple[RunLock, History, dict[str, Any], list[str]]:
+) -> _Started:
     if storage.exists(run_dir) and not storage.is_dir(run_dir):
         raise ForeignFileError(
             f"{run_dir} is a file, not a run directory. A file of weights holds no random state, "
@@ -149,7 +167,9 @@ def _start(
     undo.callback(lock.release)
     removed = store.clean()
     facts = {**holder, "name": name, "attempt": _last_attempt(run_dir) + 1}
-    facts["nonce"] = secrets.token_hex(8)
+    facts |= {"nonce": secrets.token_hex(8), **_how_started()}
+    # Before anything of the run is opened: it goes on from what a pivot leaves.
+    pivot = finish_pivot(run_dir, name, facts["attempt"])
     history = History(run_dir, name, facts["attempt"])
     undo.callback(history.close)
     _write_run_file(run_dir, facts)
@@ -162,7 +182,18 @@ def _start(
     )
     if removed:
         history.journal.append("cleaned", removed=removed)
-    return lock, history, facts, removed
+    return _Started(lock, history, facts, removed, pivot)
+
+
+def _how_started() -> dict[str, Any]:
+    """Return by what command, from where, and below which launcher this process was started."""
+    agent = announce.agent_pid()
+    return {
+        "command": list(sys.orig_argv),
+        "directory": os.getcwd(),
+        "agent_pid": agent,
+        "agent_start_time": None if agent is None else announce.process_start_time(agent),
+    }
 
 
 def _require_room_for_names(run_dir: Path, name: str | None = None) -> None:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import signal
 from dataclasses import astuple, dataclass
 
-__all__ = ["Decision", "Wishes", "decide"]
+__all__ = ["PIVOT", "Decision", "Wishes", "decide"]
+
+PIVOT = "pivot"
+"""Reason of the checkpoint that a pivot waits for, and what then stopped the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,7 @@ class Wishes:
         redo: The last save's copy was dropped and has to be made again.
         rescue: The newest generation is gone from the disk.
         taken: Another job has the run directory.
+        pivot: A request for a pivot came; it waits for the cadence.
     """
 
     stop_signal: int = 0
@@ -35,6 +39,7 @@ class Wishes:
     redo: int = 0
     rescue: int = 0
     taken: int = 0
+    pivot: int = 0
 
     def encode(self) -> list[int]:
         """Return the numbers in a fixed order."""
@@ -59,11 +64,13 @@ class Decision:
         reasons: Why a checkpoint is taken; none is taken where this is empty.
         stops: The run ends after it.
         answers_usr1: The checkpoint answers the signals that came so far.
+        pivots: It stops for a pivot, if for nothing else.
     """
 
     reasons: tuple[str, ...]
     stops: bool
     answers_usr1: bool
+    pivots: bool = False
 
 
 def decide(
@@ -86,12 +93,15 @@ def decide(
         is_start: Before the first body, where the cadence doesn't count.
     """
     on_cadence = step % every == 0
+    pivots = bool(agreed.pivot) and on_cadence and step > 0
     answers = bool(agreed.usr1) and (on_cadence or not usr1_waits)
     reasons: list[str] = []
     if on_cadence and not is_start:
         reasons.append("cadence")
-    if answers:
-        reasons.append("SIGUSR1")
+    if answers or pivots:
+        reasons.append("SIGUSR1")  # a pivot is asked for by one, too
+    if pivots:
+        reasons.append(PIVOT)
     if agreed.save:
         reasons.append("save")
     if agreed.stop_signal:
@@ -104,5 +114,5 @@ def decide(
         reasons.append("rescue")
     if is_last:
         reasons.append("last")
-    stops = is_last or bool(agreed.stop_signal or agreed.stop)
-    return Decision(tuple(reasons), stops, answers or (stops and bool(agreed.usr1)))
+    stops = is_last or pivots or bool(agreed.stop_signal or agreed.stop)
+    return Decision(tuple(reasons), stops, answers or (stops and bool(agreed.usr1)), pivots)

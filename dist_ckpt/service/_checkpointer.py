@@ -16,6 +16,7 @@ from dist_ckpt.errors import UsageError
 from dist_ckpt.generations import Retention
 from dist_ckpt.resume import Resumed
 from dist_ckpt.service._opening import Trainer, open_session
+from dist_ckpt.service._policy import KeptPolicy
 from dist_ckpt.service._session import Session
 from dist_ckpt.service._settings import Export, Reduce, Resume, Settings, SigUsr1
 
@@ -39,7 +40,8 @@ class Checkpointer:
         scaler: A ``torch.amp.GradScaler``.
         data: An iterator with ``state_dict()`` and ``load_state_dict()``, such as
             ``ResumableLoader``.
-        policy: The user's policy, with the same two methods.
+        policy: The user's policy, with the same two methods; see `dist_ckpt.policy` for what else
+            it may have.
         extra: Further objects by name, with the same two methods.
         generators: Random generators that the program owns, by name.
         every: A checkpoint after each multiple of so many steps.
@@ -119,13 +121,14 @@ class Checkpointer:
             data_id=data_id,
         )
         generators = dict(generators or {})
+        kept = KeptPolicy(policy)
         captured = Captured(
             model,
             optimizer,
             scheduler=scheduler,
             scaler=scaler,
             data=data,
-            policy=policy,
+            policy=kept.holder,
             extra=extra,
             generators=generators,
         )
@@ -135,6 +138,7 @@ class Checkpointer:
             settings=self._settings,
             optimizers=list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer],
             data=data,
+            policy=kept,
             generators=generators,
             given=(model, optimizer, scheduler, scaler, data, policy, extra, generators),
         )
@@ -163,7 +167,7 @@ class Checkpointer:
 
     @property
     def stopped(self) -> str | None:
-        """Name of the signal that ended the run, ``"stop"`` after `stop`, else None."""
+        """Name of the signal that ended the run, ``"stop"`` after `stop`, ``"pivot"``, or None."""
         return self._session.stopped if self._session else None
 
     @property

@@ -54,6 +54,8 @@ class Job:
         index: Bytes of ``.snapshot_metadata``.
         deadline: time.monotonic() by which a stop must be over; None for no hurry.
         point: Makes the resume point of ``files`` (name → digest as JSON) and ``notes``; rank 0.
+        blocked_secs: How long training waited for it.
+        policy: What ``NAME.state.json`` is to hold; rank 0, None without a policy.
     """
 
     step: int
@@ -66,6 +68,7 @@ class Job:
     deadline: float | None
     point: Callable[[Mapping[str, Any], Mapping[str, Any]], ResumePoint]
     blocked_secs: float = 0.0
+    policy: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Saves:
     journal: Callable[..., None]
     mark_history: Callable[[int], Mapping[str, Any] | None]
     sync_history: Callable[[], None]
+    keep_policy: Callable[[bytes], None]
     check_lock: Callable[[], None]
     settings: Settings
     say: Callable[[str], None]
@@ -214,6 +218,9 @@ def _commit(
             contents = _content_of([p["content"] for p in parsed])
             point = job.point(files, {"content": contents})
             saves.sync_history()
+            if job.policy is not None:
+                # Before the commit: that it's missing beside a generation has a meaning.
+                saves.keep_policy(job.policy)
             saves.check_lock()
             saves.store.commit(temporary, point, job.index)
         except Exception as error:  # noqa: BLE001 - told to every rank

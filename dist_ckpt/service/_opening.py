@@ -17,6 +17,7 @@ from dist_ckpt.service._importing import save_import
 from dist_ckpt.service._job import Saves
 from dist_ckpt.service._keeper import Keeper
 from dist_ckpt.service._losses import Losses
+from dist_ckpt.service._policy import KeptPolicy
 from dist_ckpt.service._resuming import Start, start_run
 from dist_ckpt.service._saver import Saver, Subject
 from dist_ckpt.service._session import Session
@@ -40,6 +41,7 @@ class Trainer:
         settings: What the user set.
         optimizers: Those that a copy from the GPU has to be fenced against.
         data: The data, for their identity.
+        policy: The user's policy, or that there is none.
         generators: The user's generators, by name.
         given: Everything that was given to be kept, for a proof that asks what wasn't.
     """
@@ -49,6 +51,7 @@ class Trainer:
     settings: Settings
     optimizers: Sequence[torch.optim.Optimizer]
     data: Any
+    policy: KeptPolicy
     generators: Mapping[str, Any]
     given: Sequence[Any] = ()
 
@@ -80,6 +83,7 @@ def _open(trainer: Trainer, comm: Comm, watch: SignalWatch) -> Session:
             trainer.settings,
             voice=voice,
             data=trainer.data,
+            policy=trainer.policy,
             generators=trainer.generators,
         )
         mean = trainer.settings.reduce == "mean"
@@ -130,6 +134,7 @@ def _build_saver(
         journal=attempt.journal,
         mark_history=attempt.history.mark,
         sync_history=losses.sync,
+        keep_policy=attempt.keep_policy,
         check_lock=attempt.check_lock,
         settings=trainer.settings,
         say=voice.say,
@@ -139,7 +144,7 @@ def _build_saver(
     on_device = any(p.is_cuda for p in trainer.captured.parameters().values())
     if on_device and trainer.captured.only_steps_change_weights():
         overlap = Overlap(trainer.optimizers, CudaStreams())
-    subject = Subject(attempt.name, attempt.number, attempt.nonce, start.identity)
+    subject = Subject(attempt.name, attempt.number, attempt.nonce, start.identity, trainer.policy)
     saver = Saver(
         saves,
         Staging(overlap, warn=voice.warn),

@@ -17,6 +17,7 @@ from dist_ckpt.resume import Imported, Resumed, advise_import, import_bin, resto
 from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.service._attempt import Attempt
 from dist_ckpt.service._importing import report_import
+from dist_ckpt.service._policy import KeptPolicy, begin_policy, settle_policy
 from dist_ckpt.service._settings import IMPORT_VARIABLE, Settings
 from dist_ckpt.service._voice import Voice
 
@@ -51,6 +52,7 @@ def start_run(
     *,
     voice: Voice,
     data: Any,
+    policy: KeptPolicy,
     generators: Mapping[str, Any],
 ) -> Start:
     """Restore the newest usable generation, or the one asked for; journal what was found."""
@@ -69,6 +71,7 @@ def start_run(
 
     comm.together("an unfinished rewind", lambda: _finish_rewind(attempt, comm, voice))
     comm.together("settings", lambda: _check_settings(attempt, comm, settings, rewind_to))
+    begin_policy(attempt, comm, policy)
     resumed = restore_newest(
         attempt.store,
         comm,
@@ -78,6 +81,7 @@ def start_run(
         omit=settings.omitted,
         generators=generators,
         only=rewind_to,
+        chosen=policy.choose,
     )
     imported: Imported | None = None
     if resumed is None and settings.import_path is not None:
@@ -99,6 +103,8 @@ def start_run(
             _look_for_losses(attempt, resumed.point, voice)
         if rewind_to is not None:
             _rewind(attempt, rewind_to, voice)
+        if resumed is not None:
+            settle_policy(attempt, policy, resumed.step, voice)
         begin = resumed or imported
         attempt.history.begin(begin.step if begin else None, comparable=comparable)
         store = attempt.store
@@ -224,6 +230,8 @@ def _report(
     if imported is not None:
         report_import(attempt, imported, voice)
         return True
+    if attempt.pivot is not None:
+        voice.say(f"pivot at step {attempt.pivot.step}; {attempt.pivot.archive} has what was")
     if resumed is None:
         journal("fresh_start", step=0)
         voice.say("starts at step 0")

@@ -19,6 +19,7 @@ from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.service._finish import catch_up, export_verified, finish_generation, retire
 from dist_ckpt.service._job import Job, Saves, Told, run_job, told
 from dist_ckpt.service._plans import Plan, Planner
+from dist_ckpt.service._policy import KeptPolicy
 from dist_ckpt.service._worker import Ticket, Worker
 from dist_ckpt.slices import TensorSpec
 from dist_ckpt.staging import RankValues, Staging, Writable
@@ -35,6 +36,7 @@ class Subject:
     attempt: int
     nonce: str
     identity: Mapping[str, Any]
+    policy: KeptPolicy
 
 
 class Saver:
@@ -161,11 +163,12 @@ class Saver:
         specs: list[TensorSpec] = []
         staged: Writable | None = None
         fault: Told | None = None
-        shared = None
+        shared, policy = None, None
         try:
             tensors = self._captured.tensors()
             shared = self._captured.shared_values()
             specs = [item.spec for item in tensors]
+            policy = self._subject.policy.sidecar() if self._saves.comm.rank == 0 else None
         except Exception as error:  # noqa: BLE001 - told to every rank through the job
             fault = _during("capture", error)
         plan = self._planner.plan(specs)
@@ -192,6 +195,7 @@ class Saver:
             deadline=deadline,
             point=self._point_maker(step, save_id, reasons, plan, shared),
             blocked_secs=time.monotonic() - started,
+            policy=policy,
         )
         self._worker.submit(lambda ticket: self._run(job, ticket))
         if staged is not None and staged.blocks:
@@ -250,7 +254,12 @@ class Saver:
                 canonical=plan.layout.canonical,
                 identity=self._subject.identity,
                 shared=shared,
-                notes={**notes, "parent_content": parent_content, "history": history},
+                notes={
+                    **notes,
+                    "parent_content": parent_content,
+                    "history": history,
+                    **self._subject.policy.notes(),
+                },
             )
 
         return make

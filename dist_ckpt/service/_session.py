@@ -9,9 +9,10 @@ from dataclasses import replace
 from dist_ckpt import announce
 from dist_ckpt.comm import Comm
 from dist_ckpt.errors import DistCkptError, LockedError, SaveFailedError
+from dist_ckpt.lifecycle import REQUEST_FILE, read_request
 from dist_ckpt.resume import Resumed
 from dist_ckpt.service._attempt import Attempt
-from dist_ckpt.service._boundary import Decision, Wishes, decide
+from dist_ckpt.service._boundary import PIVOT, Decision, Wishes, decide
 from dist_ckpt.service._keeper import Keeper
 from dist_ckpt.service._losses import Losses
 from dist_ckpt.service._saver import Saver
@@ -61,6 +62,7 @@ class Session:
         self._keeper = keeper
         self._taken: LockedError | None = None
         self._usr1_pending = 0
+        self._pivot: str | None = None
         self._wants_save = False
         self._wants_stop = False
         self._rng_is_due = resumed is not None
@@ -139,7 +141,8 @@ class Session:
 
     def _agree(self, phase: str, *, redo: bool = False, rescue: bool = False) -> Wishes:
         watch = self._watch
-        self._usr1_pending += watch.take_usr1()
+        if num_usr1 := watch.take_usr1():
+            self._usr1_pending += num_usr1 - self._notice_pivot()
         age_ms = 0
         if watch.stop_time is not None:
             age_ms = int((time.monotonic() - watch.stop_time) * 1000)
@@ -152,8 +155,27 @@ class Session:
             redo=int(redo),
             rescue=int(rescue),
             taken=int(self._taken is not None),
+            pivot=int(self._pivot is not None),
         )
         return Wishes.decode(self._comm.agree(mine.encode(), phase=phase))
+
+    def _notice_pivot(self) -> int:
+        """Return how many of the signals asked for a pivot: 1 where a new request lies there."""
+        if self._comm.rank != 0:
+            return 0
+        try:
+            request = read_request(self._attempt.store.run_dir)
+        except DistCkptError as error:  # nothing that could end training
+            self._voice.warn(f"{REQUEST_FILE} can't be read: {error}")
+            return 0
+        if request is None or request.id == self._pivot:
+            return 0
+        self._pivot = request.id
+        every = self._settings.every
+        boundary = -(-max(self.step, 1) // every) * every
+        self._attempt.journal("pivot_asked", step=self.step, id=request.id, boundary=boundary)
+        self._voice.say(f"a pivot is asked for: at step {boundary}")
+        return 1
 
     def _checkpoint(self, decision: Decision, agreed: Wishes, deadline: float | None) -> None:
         if decision.answers_usr1:
@@ -177,6 +199,8 @@ class Session:
             self.stopped = signal.Signals(agreed.stop_signal).name
         elif agreed.stop:
             self.stopped = "stop"
+        elif decision.pivots:
+            self.stopped = PIVOT
         if self._witness is not None:
             self._witness.end(self.step, self.stopped)
         self._saver.wait_done(deadline)
@@ -300,7 +324,11 @@ class Session:
             self._attempt.close()
         finally:
             self._heed_late_signal()
-            announce.withdraw(self._comm.rank, stopped=self.stopped is not None and not wrong)
+            announce.withdraw(
+                self._comm.rank,
+                stopped=self.stopped not in {None, PIVOT} and not wrong,
+                again=self.stopped == PIVOT and not wrong,
+            )
             self._watch.uninstall()
             self._heed_late_signal()  # what came until now was noted; from here on it is Python's
             self._comm.close()

@@ -1,0 +1,359 @@
+"""A pivot from outside, of a live run or a stopped one. Layer 6; no torch.
+
+What is wanted is written to ``request.json`` first. A live run is then signalled: it stops at its
+next boundary, after the checkpoint. Below our launcher its workers are started again and carry the
+pivot out themselves, before they resume; otherwise it is carried out here, under the run's lock.
+Each look starts from what lies in the run directory, so that a call that was cut off is repeated.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dist_ckpt import announce, storage
+from dist_ckpt.errors import (
+    JobError,
+    LockedError,
+    NotFoundError,
+    NotRunningError,
+    RankTimeoutError,
+    UsageError,
+)
+from dist_ckpt.history import history_path
+from dist_ckpt.lifecycle import (
+    Pivot,
+    PivotRequest,
+    carry_out_pivot,
+    new_request,
+    pivots_of,
+    read_request,
+    remove_request,
+    write_request,
+)
+from dist_ckpt.runs._ask import handles, sender_to
+from dist_ckpt.runs._liveness import Liveness, State, look_alive
+from dist_ckpt.runs._places import LOCK_FILE
+from dist_ckpt.runs._run import Run
+
+__all__ = ["PivotPlan", "Pivoted", "pivot_run", "plan_pivot"]
+
+_POLL_SECS = 0.05
+_DEAF_SECS = 10.0  # between the start of a process and its handlers, or before its end
+
+
+@dataclass(frozen=True, slots=True)
+class Pivoted:
+    """A pivot that is done.
+
+    Attributes:
+        pivot: What was done.
+        restarted: The launcher has started the run again, and it has resumed.
+        command: How rank 0's process was started last, for a shell; None where it isn't known.
+        secs: How long it took.
+    """
+
+    pivot: Pivot
+    restarted: bool
+    command: str | None
+    secs: float
+
+
+@dataclass(frozen=True, slots=True)
+class PivotPlan:
+    """What a pivot would do now.
+
+    Attributes:
+        step: The resume point that it would go on from, if the run stood still.
+        is_live: The run trains; it would go to its next boundary first.
+        restarts: The launcher would start it again.
+        moved: Names of the files that would go to ``archive/``.
+    """
+
+    step: int
+    is_live: bool
+    restarts: bool
+    moved: tuple[str, ...]
+
+
+def plan_pivot(run: Run, settings: Mapping[str, Any] | None) -> PivotPlan:
+    """Return what `pivot_run` would do now; nothing is changed.
+
+    Raises:
+        NotFoundError: The run has no generation to go on from.
+        NotRunningError: It runs on another host.
+        UsageError: Settings are given, and the run has no policy that could heed them.
+    """
+    step = _check(run, settings)
+    liveness = look_alive(run.store.run_dir, run.journal())
+    _require_here(run, liveness)
+    paths = [history_path(run.store.run_dir, run.name, what) for what in ("samples", "state")]
+    moved = tuple(os.path.basename(path) for path in paths if storage.exists(path))
+    is_live = liveness.state is State.RUNNING
+    return PivotPlan(step, is_live, is_live and _agent_lives(liveness.facts), moved)
+
+
+def pivot_run(
+    run: Run, settings: Mapping[str, Any] | None, *, timeout_secs: float = 3600.0
+) -> Pivoted:
+    """The run goes on, or will when it is started, from a checkpoint with a fresh policy.
+
+    Weights, moments and losses are what they were; samples and the policy's state are in
+    ``archive/pivot_N/``. Interrupted at any instant it can be called again.
+
+    Args:
+        run: The run; live on this host, or stopped.
+        settings: The policy's settings from then on; None leaves those that there are.
+        timeout_secs: How long to wait for a live run's boundary and restart.
+
+    Raises:
+        NotFoundError: A stopped run without a generation.
+        NotRunningError: It runs on another host, doesn't handle SIGUSR1, or was killed before the
+            boundary; nothing is asked for any more then.
+        JobError: It ended by an error before the boundary (likewise), or at the restart.
+        RankTimeoutError: Not done in time. The request stands: the run still follows it.
+    """
+    _check(run, settings)
+    work = _Pivoting(run, settings, timeout_secs)
+    return work.run_to_its_end()
+
+
+class _Pivoting:
+    """One call of `pivot_run`: looks at the run again and again, and does what it needs next."""
+
+    def __init__(self, run: Run, settings: Mapping[str, Any] | None, timeout_secs: float) -> None:
+        self._run = run
+        self._run_dir = run.store.run_dir
+        self._settings = settings
+        self._timeout_secs = timeout_secs
+        self._began = time.monotonic()
+        self._deaf_since: float | None = None
+        self._asked: int | None = None  # the attempt that has the signal
+
+    def run_to_its_end(self) -> Pivoted:
+        liveness = self._look()
+        _require_here(self._run, liveness)
+        request = self._request()
+        facts = liveness.facts
+        while True:
+            liveness = self._look()
+            journal = self._run.journal()
+            done = [pivot for pivot in pivots_of(journal) if pivot.id == request.id]
+            if done:
+                return self._follow(done[0], facts)
+            if liveness.is_locked:
+                facts = liveness.facts
+                self._ask(request, liveness, journal)
+            elif not _agent_lives(facts):
+                self._require_boundary(request, journal)
+                pivot = self._carry_out(request, facts)
+                if pivot is not None:
+                    return self._answer(pivot, facts, restarted=False)
+            self._wait("The run has not come to its boundary")
+
+    def _request(self) -> PivotRequest:
+        """Have the request, that of an earlier call where it wanted the same."""
+        found = read_request(self._run_dir)
+        if found is not None and found.wants(self._settings):
+            return found
+        if found is not None and found.begun is not None:
+            # The earlier one is half done, and what it set aside has to be in the journal.
+            self._carry_out(found, {})
+        request = new_request(self._settings)
+        write_request(self._run_dir, request)
+        return request
+
+    def _ask(
+        self, request: PivotRequest, liveness: Liveness, journal: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Have the live attempt told, once."""
+        facts = liveness.facts
+        attempt, pid = facts.get("attempt"), facts.get("pid")
+        if self._asked == attempt or _has_noticed(journal, request, attempt):
+            self._asked = attempt
+            return
+        process = next((found for found in liveness.evidence if found.what == "process"), None)
+        if type(pid) is not int or process is None or not process.alive:
+            return  # somebody else holds the lock for a moment
+        start_time = announce.process_start_time(pid)
+        if start_time is None or not handles(pid, signal.SIGUSR1):
+            self._bear_deafness(pid)
+            return
+        self._deaf_since = None
+        with sender_to(pid, start_time, self._run) as send:
+            send(signal.SIGUSR1)
+        self._asked = attempt
+
+    def _bear_deafness(self, pid: int) -> None:
+        now = time.monotonic()
+        self._deaf_since = self._deaf_since or now
+        if now - self._deaf_since > _DEAF_SECS:
+            remove_request(self._run_dir)
+            raise NotRunningError(
+                f"Process {pid} doesn't handle SIGUSR1: it would die of it.",
+                next_step="Stop the run and pivot then, or give its Checkpointer that signal.",
+                path=str(self._run.path),
+                pid=pid,
+            )
+
+    def _require_boundary(
+        self, request: PivotRequest, journal: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Return if an attempt that was asked came to a checkpoint before it ended."""
+        if self._asked is None or request.begun is not None:
+            return
+        events = [event for event in journal if event.get("attempt") == self._asked]
+        words = [str(event.get("event")) for event in events]
+        reasons = [word for event in events for word in event.get("reasons") or ()]
+        if "pivot" in reasons or {"attempt_stopped", "attempt_ended"} & set(words):
+            return
+        remove_request(self._run_dir)
+        latest = self._run.latest()
+        kept = "no checkpoint" if latest is None else f"step {latest.step}"
+        error = next((e.get("error") for e in events if e.get("event") == "attempt_failed"), None)
+        kind = JobError if error else NotRunningError
+        raise kind(
+            f"The run ended before its boundary ({error or 'killed, without a word'}); "
+            f"{kept} is what there is. Nothing was changed.",
+            next_step="Start it again, or pivot once more to go on from there.",
+            path=str(self._run.path),
+        )
+
+    def _carry_out(self, request: PivotRequest, facts: Mapping[str, Any]) -> Pivot | None:
+        """Return the pivot, None where somebody else has the lock for now."""
+        if self._run.latest() is None and request.begun is None:
+            remove_request(self._run_dir)
+            raise _nothing_to_go_on_from(self._run)
+        lock = storage.RunLock(self._run_dir / LOCK_FILE)
+        pid = os.getpid()
+        try:
+            lock.acquire(
+                {
+                    "pid": pid,
+                    "start_time": announce.process_start_time(pid),
+                    "host": socket.gethostname(),
+                    "command": "dist-ckpt pivot",
+                }
+            )
+        except LockedError:
+            return None
+        try:
+            attempt = facts.get("attempt")
+            number = attempt if type(attempt) is int else 0
+            return carry_out_pivot(self._run_dir, self._run.name, number, request)
+        finally:
+            lock.release()
+
+    def _follow(self, pivot: Pivot, facts: Mapping[str, Any]) -> Pivoted:
+        """Wait for the restart where a launcher makes one."""
+        while True:
+            journal = self._run.journal()
+            at = next(
+                number
+                for number, event in enumerate(journal)
+                if event.get("event") == "pivot" and event.get("id") == pivot.id
+            )
+            after = journal[at + 1 :]
+            for event in after:
+                if event.get("event") == "resumed":
+                    return self._answer(pivot, self._look().facts, restarted=True)
+                if event.get("event") == "attempt_failed":
+                    raise JobError(
+                        f"The pivot at step {pivot.step} is done, but the run didn't start "
+                        f"again: {event.get('error')}.",
+                        next_step="Mend that and start it; the policy then begins fresh.",
+                        step=pivot.step,
+                    )
+            if not _agent_lives(facts) and not self._look().is_locked:
+                return self._answer(pivot, facts, restarted=False)
+            self._wait(f"The pivot at step {pivot.step} is done; the run has not resumed")
+
+    def _answer(self, pivot: Pivot, facts: Mapping[str, Any], *, restarted: bool) -> Pivoted:
+        secs = time.monotonic() - self._began
+        return Pivoted(pivot, restarted, _command(facts), secs)
+
+    def _look(self) -> Liveness:
+        return look_alive(self._run_dir, self._run.journal())
+
+    def _wait(self, what: str) -> None:
+        if time.monotonic() - self._began > self._timeout_secs:
+            raise RankTimeoutError(
+                f"{what} within {self._timeout_secs:g} s; the request stands.",
+                next_step="Call it again to go on waiting; `dist-ckpt status` tells the speed.",
+                phase="pivot",
+                missing=[0],
+                timeout_secs=self._timeout_secs,
+            )
+        time.sleep(_POLL_SECS)
+
+
+def _check(run: Run, settings: Mapping[str, Any] | None) -> int:
+    """Return the newest generation's step if the run can be pivoted, once it stands."""
+    latest = run.latest()
+    if latest is None:
+        if look_alive(run.store.run_dir, run.journal()).state is State.RUNNING:
+            return 0
+        raise _nothing_to_go_on_from(run)
+    shared = latest.manifest.shared
+    parts = shared.get("parts", {}) if isinstance(shared, dict) else {}
+    if settings is not None and "policy" not in parts:
+        raise UsageError(
+            f"{run.path} keeps no policy that could heed these settings.",
+            next_step="Give Checkpointer a policy, or pivot without --policy.",
+            path=str(run.path),
+        )
+    return latest.step
+
+
+def _nothing_to_go_on_from(run: Run) -> NotFoundError:
+    return NotFoundError(
+        f"{run.path} has no generation to go on from.",
+        next_step="Pivot once it has saved something; `dist-ckpt ls` shows what there is.",
+        path=str(run.path),
+    )
+
+
+def _require_here(run: Run, liveness: Liveness) -> None:
+    """Return if the run isn't on another host, where it could be neither asked nor judged."""
+    host = liveness.facts.get("host")
+    is_away = liveness.is_locked and host not in {None, socket.gethostname()}
+    if liveness.state is State.UNKNOWN or is_away:
+        reasons = "; ".join(found.text for found in liveness.evidence)
+        raise NotRunningError(
+            f"{run.path} is another host's: {reasons}.",
+            next_step=f"Pivot on {host}.",
+            path=str(run.path),
+        )
+
+
+def _has_noticed(
+    journal: Sequence[Mapping[str, Any]], request: PivotRequest, attempt: object
+) -> bool:
+    return any(
+        event.get("event") == "pivot_asked"
+        and event.get("id") == request.id
+        and event.get("attempt") == attempt
+        for event in journal
+    )
+
+
+def _agent_lives(facts: Mapping[str, Any]) -> bool:
+    """Return whether torchrun's agent, below our launcher, could start the run again."""
+    pid, start_time = facts.get("agent_pid"), facts.get("agent_start_time")
+    here = facts.get("host") == socket.gethostname()
+    known = type(pid) is int and type(start_time) is int
+    return here and known and announce.process_alive(int(pid or 0), int(start_time or 0))
+
+
+def _command(facts: Mapping[str, Any]) -> str | None:
+    words, directory = facts.get("command"), facts.get("directory")
+    if not isinstance(words, list) or not words:
+        return None
+    command = shlex.join(map(str, words))
+    return f"cd {shlex.quote(str(directory))} && {command}" if directory else command

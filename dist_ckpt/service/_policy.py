@@ -1,0 +1,284 @@
+"""The user's policy as a run keeps it: fresh after a pivot, without zombie arms. Layer 6.
+
+At a resume the resume point's copy of the policy's state wins; ``NAME.state.json`` beside the loss
+shows the same to people. The policy starts fresh where a pivot is recorded that the resume point
+doesn't know, or where ``NAME.state.json``, which this run had written, was taken away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from dist_ckpt import storage
+from dist_ckpt.capture import Stateful, load_stateful
+from dist_ckpt.comm import Comm
+from dist_ckpt.errors import NotFoundError
+from dist_ckpt.history import (
+    ABSENT,
+    History,
+    encode_state,
+    history_path,
+    read_journal,
+    read_policy,
+    read_state,
+    write_state,
+)
+from dist_ckpt.lifecycle import last_pivot
+from dist_ckpt.policy import (
+    Configurable,
+    Sorted,
+    check_policy,
+    check_settings,
+    sort_arms,
+    tell_zombies,
+)
+from dist_ckpt.resume_point import ResumePoint
+from dist_ckpt.service._attempt import Attempt
+from dist_ckpt.service._voice import Voice
+from dist_ckpt.tree import encode_tree
+
+__all__ = ["KeptPolicy", "begin_policy", "settle_policy"]
+
+_MAX_PATHS = 10
+
+
+@dataclass(frozen=True)
+class _Past:
+    """What the run directory says of its policy; the same on every rank.
+
+    Attributes:
+        pivot: Id of the newest pivot, None without one.
+        settings: What stands in ``NAME.policy.json``.
+        recorded: The settings since that pivot, as the journal has them.
+        taken: Ids of generations that this run saved, where its ``NAME.state.json`` is missing.
+    """
+
+    pivot: str | None
+    settings: dict[str, Any] | None
+    recorded: Any
+    taken: tuple[str, ...]
+
+
+class KeptPolicy:
+    """Stands between the run and the user's policy; on every rank.
+
+    Args:
+        policy: The user's object; None where there is none.
+
+    Attributes:
+        pivot: Id of the newest pivot, which the run's resume points carry. Counts on rank 0.
+        fresh: Why what was saved isn't restored: ``"pivot"``, ``"taken"``, or None.
+        restored: What was restored, sorted.
+        saved: The resume point's copy of it, as JSON.
+        past: What the run directory said at the start.
+        settings_before: The settings that the resume point was made under.
+    """
+
+    def __init__(self, policy: Any) -> None:
+        if policy is not None:
+            check_policy(policy)
+        self.policy = policy
+        self.pivot: str | None = None
+        self.fresh: str | None = None
+        self.restored: Sorted | None = None
+        self.saved: Any = None
+        self.settings_before: Any = None
+        self.past = _Past(None, None, None, ())
+
+    @property
+    def holder(self) -> Stateful | None:
+        """What the capture keeps; None where there is no policy."""
+        return None if self.policy is None else self
+
+    def begin(self, past: _Past, path: str) -> None:
+        """The policy has the settings of the run directory.
+
+        Raises:
+            UsageError: There are some, and the policy takes none.
+        """
+        self.past = past
+        self.pivot = past.pivot
+        check_settings(self.policy, past.settings, path)
+        if past.settings is not None and isinstance(self.policy, Configurable):
+            self.policy.configure(past.settings)
+
+    def choose(self, point: ResumePoint) -> None:
+        """Decide whether the copy in this resume point counts; the same on every rank."""
+        self.restored = None
+        self.fresh = None
+        self.settings_before = point.notes.get("policy")
+        if self.past.pivot is not None and point.notes.get("pivot") != self.past.pivot:
+            self.fresh = "pivot"
+        elif point.id in self.past.taken:
+            self.fresh = "taken"
+
+    def notes(self) -> dict[str, Any]:
+        """Return what a resume point says of the policy: its pivot and its settings."""
+        return {"pivot": self.pivot, "policy": self.past.settings}
+
+    def state_dict(self) -> Any:
+        """Return the policy's own state."""
+        return self.policy.state_dict()
+
+    def load_state_dict(self, state: Any, /) -> None:
+        """The policy goes on from ``state``, without arms that have no source; or stays fresh."""
+        if self.fresh is not None:
+            return
+        self.saved = _plain(state)
+        self.restored = sort_arms(self.policy, state)
+        load_stateful("policy", self.policy, self.restored.state)
+
+    def sidecar(self) -> bytes | None:
+        """Return the bytes of ``NAME.state.json`` for this instant; None without a policy."""
+        return None if self.policy is None else encode_state(_plain(self.state_dict()))
+
+
+def begin_policy(attempt: Attempt, comm: Comm, kept: KeptPolicy) -> None:
+    """The policy is configured, and knows what a resume may restore of it. Collective."""
+    run_dir = attempt.store.run_dir
+
+    def look() -> bytes | None:
+        if comm.rank != 0:
+            return None
+        past = _look(run_dir, attempt.name, attempt.store.steps(), has_policy=bool(kept.policy))
+        return json.dumps(dataclasses.asdict(past)).encode()
+
+    told = json.loads(comm.broadcast(comm.together("looking at the policy", look)))
+    past = _Past(**{**told, "taken": tuple(told["taken"])})
+    path = history_path(run_dir, attempt.name, "policy")
+    comm.together("configuring the policy", lambda: kept.begin(past, path))
+
+
+def _look(run_dir: Path, name: str, steps: Collection[int], *, has_policy: bool) -> _Past:
+    try:
+        journal = read_journal(run_dir)
+    except NotFoundError:
+        journal = []
+    pivot = last_pivot(journal)
+    taken: tuple[str, ...] = ()
+    if has_policy and read_state(run_dir, name) is ABSENT:
+        # Only those that this very directory saved: a copy of a generation brings no sidecar.
+        taken = tuple(
+            str(event.get("id"))
+            for event in journal
+            if event.get("event") == "saved" and event.get("step") in steps
+        )
+    settings = read_policy(run_dir, name)
+    if pivot is None:
+        return _Past(None, settings, None, taken)
+    return _Past(pivot.id, settings, pivot.policy, taken)
+
+
+def settle_policy(attempt: Attempt, kept: KeptPolicy, step: int, voice: Voice) -> None:
+    """Rank 0, after a resume: journal and say how the policy begins; mend its sidecar."""
+    if kept.policy is None:
+        return
+    if kept.fresh == "taken":
+        _record_by_hand(attempt, kept, step)
+    if kept.fresh is not None:
+        attempt.journal("policy_fresh", step=step, pivot=kept.pivot, why=kept.fresh)
+        reason = "after a pivot" if kept.fresh == "pivot" else "its state was taken away"
+        voice.say(f"the policy starts fresh: {reason}")
+        return
+    if kept.restored is None:
+        return
+    zombies = kept.restored.zombies
+    if zombies:
+        attempt.journal(
+            "zombie_arms",
+            step=step,
+            arms={name: _plain(arm) for name, arm in zombies.items()},
+        )
+        voice.warn(tell_zombies(zombies))
+    if kept.restored.new:
+        voice.say(f"new sources start clean: {', '.join(kept.restored.new)}")
+    if kept.settings_before != kept.past.settings:
+        attempt.journal(
+            "policy_changed",
+            step=step,
+            policy=kept.past.settings,
+            previous=kept.settings_before,
+        )
+        voice.warn(
+            f"{attempt.name}.policy.json holds other settings than at step {step}, without a "
+            "pivot: what was learned under the old ones stays"
+        )
+    _mend_sidecar(attempt, kept, step, voice)
+
+
+def _record_by_hand(attempt: Attempt, kept: KeptPolicy, step: int) -> None:
+    """A sidecar that was taken away is a pivot; recorded, or the next start would undo it."""
+    history = attempt.history
+    if isinstance(history, History) and (history.loss.last_step or 0) > step:
+        history.cut(step)
+    kept.pivot = secrets.token_hex(16)
+    # Not by `attempt.journal`, which lets a full disk pass: without this it would be restored.
+    history.journal.append(
+        "pivot",
+        step=step,
+        id=kept.pivot,
+        by="hand",
+        archive=None,
+        archived=[],
+        policy=kept.past.settings,
+        previous=kept.past.recorded,
+    )
+
+
+def _mend_sidecar(attempt: Attempt, kept: KeptPolicy, step: int, voice: Voice) -> None:
+    """``NAME.state.json`` shows what was restored; what differed is kept in archive/, and told."""
+    run_dir, name = attempt.store.run_dir, attempt.name
+    found = read_state(run_dir, name)
+    if found is not ABSENT and found != kept.saved:
+        copy = f"{name}.state.json.differs-{attempt.number}"
+        archive = attempt.store.archive
+        storage.make_dir(archive, exist_ok=True)
+        storage.sync_dir(run_dir)
+        storage.replace_durable(archive / copy, encode_state(found))
+        paths = list(islice(_differences(found, kept.saved, ""), _MAX_PATHS))
+        attempt.journal("policy_differs", step=step, paths=paths, kept_as=f"archive/{copy}")
+        voice.warn(
+            f"{name}.state.json isn't the policy of step {step} ({', '.join(paths)}): the resume "
+            f"point's copy counts, the file's is archive/{copy}"
+        )
+    state = kept.sidecar()
+    if state is not None and found != json.loads(state):
+        write_state(run_dir, name, state)
+
+
+def _differences(a: Any, b: Any, path: str) -> Iterator[str]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in [*a, *(key for key in b if key not in a)]:
+            below = f"{path}/{key}" if path else str(key)
+            if key not in a or key not in b:
+                yield below
+            else:
+                yield from _differences(a[key], b[key], below)
+    elif a != b:
+        yield path or "/"
+
+
+def _plain(state: Any) -> Any:
+    """Return a state as JSON for people; a tensor is told by its dtype, shape and digest."""
+
+    def tell(_path: str, tensor: Any) -> dict[str, Any]:
+        array = tensor.detach().cpu() if isinstance(tensor, torch.Tensor) else tensor
+        array = torch.as_tensor(array).contiguous()
+        content: Any = array.reshape(-1).view(torch.uint8).numpy()
+        return {
+            "dtype": str(array.dtype).removeprefix("torch."),
+            "shape": list(array.shape),
+            "xxh3_128": xxhash.xxh3_128(content).hexdigest(),
+        }
+
+    return json.loads(json.dumps(encode_tree(state, path="policy", put_tensor=tell)))
