@@ -1,8 +1,8 @@
 """A checkpoint service: stop training at any instant, go on bit-equal, on one GPU or many ranks.
 
 ``Checkpointer`` saves and resumes, ``ResumableLoader`` feeds it, ``open_run`` looks at what is
-there. Names are imported when they are first used, so that looking at a run costs no import of
-torch.
+there, ``Ledger`` lists what batch work has finished. Names are imported when they are first used,
+so that looking at a run costs no import of torch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dist_ckpt.comparison import Comparison, compare
     from dist_ckpt.errors import DistCkptError
     from dist_ckpt.export import read_bin, write_bin
+    from dist_ckpt.ledger import Ledger, read_ledger
     from dist_ckpt.loader import ResumableLoader
     from dist_ckpt.rehearsal import rehearse
     from dist_ckpt.runs import Generation, Run, open_run
@@ -28,12 +29,14 @@ __all__ = [
     "Comparison",
     "DistCkptError",
     "Generation",
+    "Ledger",
     "ResumableLoader",
     "Run",
     "__version__",
     "compare",
     "open_run",
     "read_bin",
+    "read_ledger",
     "rehearse",
     "write_bin",
 ]
@@ -44,11 +47,13 @@ _HOMES = {
     "Comparison": "comparison",
     "DistCkptError": "errors",
     "Generation": "runs",
+    "Ledger": "ledger",
     "ResumableLoader": "loader",
     "Run": "runs",
     "compare": "comparison",
     "open_run": "runs",
     "read_bin": "export",
+    "read_ledger": "ledger",
     "rehearse": "rehearsal",
     "write_bin": "export",
 }

@@ -18,6 +18,7 @@ import fcntl
 import json
 import os
 import signal
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AGENT_PID_ENV",
+    "LAUNCH_COMMAND_ENV",
     "LAUNCH_DIR_ENV",
     "LAUNCH_ID_ENV",
     "Announcement",
@@ -36,6 +38,7 @@ __all__ = [
     "announcement_lock",
     "any_stopped",
     "die_with_parent",
+    "launch_command",
     "launch_id",
     "process_alive",
     "process_start_time",
@@ -52,6 +55,7 @@ __all__ = [
 LAUNCH_DIR_ENV = "DIST_CKPT_LAUNCH_DIR"
 LAUNCH_ID_ENV = "DIST_CKPT_LAUNCH_ID"
 AGENT_PID_ENV = "DIST_CKPT_AGENT_PID"
+LAUNCH_COMMAND_ENV = "DIST_CKPT_LAUNCH_COMMAND"
 
 _LOCK_NAME = "lock"
 _STOP_NAME = "stop"
@@ -83,6 +87,15 @@ class Announcement:
 def launch_id() -> str | None:
     """Return the random name of the launch that this process belongs to; None without one."""
     return os.environ.get(LAUNCH_ID_ENV) or None
+
+
+def launch_command() -> list[str]:
+    """Return the command line by which this process, or the launcher above it, was started."""
+    with contextlib.suppress(ValueError):
+        words = json.loads(os.environ.get(LAUNCH_COMMAND_ENV, ""))
+        if isinstance(words, list) and words:
+            return [str(word) for word in words]
+    return list(sys.orig_argv)
 
 
 def agent_pid() -> int | None:

@@ -25,6 +25,8 @@ import dist_ckpt
 from andrea import (
     GPT,
     PRESETS,
+    Bandit,
+    Mixture,
     TextWindows,
     Trainer,
     TrainingConfig,
@@ -33,7 +35,6 @@ from andrea import (
     load_sources,
     make_deterministic,
 )
-from andrea.text import WEIGHTS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,13 +51,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     trainer = Trainer(network, training, device)
 
     sources = load_sources()
-    batches = dist_ckpt.ResumableLoader(
-        TextWindows(sources, model.config.context, WEIGHTS),
-        batch_size=options.batch_size,
-        seed=options.seed,
-        num_workers=options.num_workers,
-        pin_memory=device.type == "cuda",
+    batches = Mixture(
+        {
+            name: dist_ckpt.ResumableLoader(
+                TextWindows({name: tokens}, model.config.context),
+                batch_size=options.batch_size,
+                seed=options.seed + number,
+                num_workers=options.num_workers,
+                pin_memory=device.type == "cuda",
+            )
+            for number, (name, tokens) in enumerate(sources.items())
+        }
     )
+    bandit = Bandit(sources)
 
     with dist_ckpt.Checkpointer(
         options.run,
@@ -65,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         scheduler=trainer.scheduler,
         scaler=trainer.scaler,
         data=batches,
+        policy=bandit,
         every=options.every,
-        reduce="mean",
         data_id=data_id(sources),
         config={
             "model": dataclasses.asdict(model.config),
@@ -78,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         trainer.follow(options.lr)  # another one than was saved gets here only when accepted
         for step in ckpt.steps(until=options.steps):
             lr = trainer.lr
-            loss = trainer.update(next(batches))
+            source = bandit.pull()
+            loss = mean_over_ranks(trainer.update(batches.take(source)))
+            bandit.reward(source, float(loss))  # what is harder is worth more
             ckpt.record(loss=loss, lr=lr)
             if ckpt.due and rank == 0:
                 text = generate(model, seed=step)
@@ -103,6 +112,14 @@ def join(wanted: str) -> tuple[int, torch.device]:
         dist.init_process_group("nccl" if cuda else "gloo")
     rank = dist.get_rank() if dist.is_initialized() else 0
     return rank, torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+
+
+def mean_over_ranks(loss: torch.Tensor) -> torch.Tensor:
+    """Return the mean of all ranks' losses: all bandits have to learn the same."""
+    if dist.is_initialized():
+        dist.all_reduce(loss)
+        loss /= dist.get_world_size()
+    return loss
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

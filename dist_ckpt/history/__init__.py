@@ -10,7 +10,6 @@ from dist_ckpt.history._gap import LossGap
 from dist_ckpt.history._history import History, NullHistory
 from dist_ckpt.history._journal import Journal, NullJournal, parse_journal
 from dist_ckpt.history._json_array import strict_loads
-from dist_ckpt.history._lines_file import LinesFile, encode_line, parse_lines
 from dist_ckpt.history._loss_file import LossFile
 from dist_ckpt.history._loss_format import (
     MISSING,
@@ -50,7 +49,6 @@ __all__ = [
     "MISSING",
     "History",
     "Journal",
-    "LinesFile",
     "LossEntry",
     "LossFile",
     "LossGap",
@@ -64,12 +62,10 @@ __all__ = [
     "canonical",
     "canonical_samples",
     "check_metric_names",
-    "encode_line",
     "encode_settings",
     "encode_state",
     "history_path",
     "parse_journal",
-    "parse_lines",
     "parse_loss",
     "parse_metrics",
     "parse_samples",

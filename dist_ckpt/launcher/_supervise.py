@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import secrets
 import shutil
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dist_ckpt.announce import (
+    LAUNCH_COMMAND_ENV,
     LAUNCH_DIR_ENV,
     LAUNCH_ID_ENV,
     Announcement,
@@ -105,6 +107,7 @@ class Launch:
             **os.environ,
             LAUNCH_DIR_ENV: str(self._directory),
             LAUNCH_ID_ENV: self._id,
+            LAUNCH_COMMAND_ENV: json.dumps(sys.orig_argv),
             LAUNCHER_PID_ENV: str(os.getpid()),
         }
         # A restarted attempt must not meet the addresses of dead ranks in torchrun's own store:

@@ -1,7 +1,7 @@
 """Looking at a run from outside: its generations, history, state of health. Layer 6.
 
-Reads, and exports to where it is told; only `pivot_run` changes a run directory. Importing this, and all of it
-but `Generation.tensor` and `Generation.load_into`, needs no torch.
+Reads, and exports to where it is told; only `pivot_run` changes a run directory. Importing this,
+and all of it but `Generation.tensor` and `Generation.load_into`, needs no torch.
 """
 
 from __future__ import annotations

@@ -139,8 +139,11 @@ class _Pivoting:
     def run_to_its_end(self) -> Pivoted:
         liveness = self._look()
         _require_here(self._run, liveness)
-        request = self._request()
         facts = liveness.facts
+        earlier = self._earlier()
+        if earlier is not None:
+            return self._follow(earlier, facts)
+        request = self._request(facts)
         while True:
             liveness = self._look()
             journal = self._run.journal()
@@ -157,14 +160,26 @@ class _Pivoting:
                     return self._answer(pivot, facts, restarted=False)
             self._wait("The run has not come to its boundary")
 
-    def _request(self) -> PivotRequest:
+    def _earlier(self) -> Pivot | None:
+        """Return the pivot of an earlier call that was cut off behind it: nothing came since."""
+        journal = self._run.journal()
+        pivots = pivots_of(journal)
+        if not pivots or read_request(self._run_dir) is not None:
+            return None
+        last = pivots[-1]
+        since = journal[_place_of(last, journal) + 1 :]
+        is_same = self._settings is None or self._settings == last.policy
+        is_asked = any(event.get("event") in {"saved", "pivot_asked"} for event in since)
+        return last if is_same and not is_asked and last.archive is not None else None
+
+    def _request(self, facts: Mapping[str, Any]) -> PivotRequest:
         """Have the request, that of an earlier call where it wanted the same."""
         found = read_request(self._run_dir)
         if found is not None and found.wants(self._settings):
             return found
         if found is not None and found.begun is not None:
             # The earlier one is half done, and what it set aside has to be in the journal.
-            self._carry_out(found, {})
+            self._carry_out(found, facts)
         request = new_request(self._settings)
         write_request(self._run_dir, request)
         return request
@@ -254,13 +269,7 @@ class _Pivoting:
         """Wait for the restart where a launcher makes one."""
         while True:
             journal = self._run.journal()
-            at = next(
-                number
-                for number, event in enumerate(journal)
-                if event.get("event") == "pivot" and event.get("id") == pivot.id
-            )
-            after = journal[at + 1 :]
-            for event in after:
+            for event in journal[_place_of(pivot, journal) + 1 :]:
                 if event.get("event") == "resumed":
                     return self._answer(pivot, self._look().facts, restarted=True)
                 if event.get("event") == "attempt_failed":
@@ -309,6 +318,14 @@ def _check(run: Run, settings: Mapping[str, Any] | None) -> int:
             path=str(run.path),
         )
     return latest.step
+
+
+def _place_of(pivot: Pivot, journal: Sequence[Mapping[str, Any]]) -> int:
+    return next(
+        number
+        for number, event in enumerate(journal)
+        if event.get("event") == "pivot" and event.get("id") == pivot.id
+    )
 
 
 def _nothing_to_go_on_from(run: Run) -> NotFoundError:

@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -189,7 +188,7 @@ def _how_started() -> dict[str, Any]:
     """Return by what command, from where, and below which launcher this process was started."""
     agent = announce.agent_pid()
     return {
-        "command": list(sys.orig_argv),
+        "command": announce.launch_command(),
         "directory": os.getcwd(),
         "agent_pid": agent,
         "agent_start_time": None if agent is None else announce.process_start_time(agent),
