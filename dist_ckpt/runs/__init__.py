@@ -13,7 +13,8 @@ from dist_ckpt.runs._findings import Depth, Fault, Finding
 from dist_ckpt.runs._generation import Generation
 from dist_ckpt.runs._listing import Row, list_rows
 from dist_ckpt.runs._liveness import Evidence, Liveness, State, look_alive
-from dist_ckpt.runs._pivot import Pivoted, PivotPlan, pivot_run, plan_pivot
+from dist_ckpt.runs._pivot import Pivoted, pivot_run
+from dist_ckpt.runs._pivot_plan import PivotPlan, plan_pivot
 from dist_ckpt.runs._places import holds_format, is_generation
 from dist_ckpt.runs._run import Run, open_run
 from dist_ckpt.runs._status import Status, read_status

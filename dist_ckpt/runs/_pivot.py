@@ -21,12 +21,9 @@ from dist_ckpt import announce, storage
 from dist_ckpt.errors import (
     JobError,
     LockedError,
-    NotFoundError,
     NotRunningError,
     RankTimeoutError,
-    UsageError,
 )
-from dist_ckpt.history import history_path
 from dist_ckpt.lifecycle import (
     Pivot,
     PivotRequest,
@@ -38,11 +35,17 @@ from dist_ckpt.lifecycle import (
     write_request,
 )
 from dist_ckpt.runs._ask import handles, sender_to
-from dist_ckpt.runs._liveness import Liveness, State, look_alive
+from dist_ckpt.runs._liveness import Liveness, look_alive
+from dist_ckpt.runs._pivot_plan import (
+    agent_lives,
+    check_pivot,
+    nothing_to_go_on_from,
+    require_here,
+)
 from dist_ckpt.runs._places import LOCK_FILE
 from dist_ckpt.runs._run import Run
 
-__all__ = ["PivotPlan", "Pivoted", "pivot_run", "plan_pivot"]
+__all__ = ["Pivoted", "pivot_run"]
 
 _POLL_SECS = 0.05
 _DEAF_SECS = 10.0  # between the start of a process and its handlers, or before its end
@@ -65,40 +68,6 @@ class Pivoted:
     secs: float
 
 
-@dataclass(frozen=True, slots=True)
-class PivotPlan:
-    """What a pivot would do now.
-
-    Attributes:
-        step: The resume point that it would go on from, if the run stood still.
-        is_live: The run trains; it would go to its next boundary first.
-        restarts: The launcher would start it again.
-        moved: Names of the files that would go to ``archive/``.
-    """
-
-    step: int
-    is_live: bool
-    restarts: bool
-    moved: tuple[str, ...]
-
-
-def plan_pivot(run: Run, settings: Mapping[str, Any] | None) -> PivotPlan:
-    """Return what `pivot_run` would do now; nothing is changed.
-
-    Raises:
-        NotFoundError: The run has no generation to go on from.
-        NotRunningError: It runs on another host.
-        UsageError: Settings are given, and the run has no policy that could heed them.
-    """
-    step = _check(run, settings)
-    liveness = look_alive(run.store.run_dir, run.journal())
-    _require_here(run, liveness)
-    paths = [history_path(run.store.run_dir, run.name, what) for what in ("samples", "state")]
-    moved = tuple(os.path.basename(path) for path in paths if storage.exists(path))
-    is_live = liveness.state is State.RUNNING
-    return PivotPlan(step, is_live, is_live and _agent_lives(liveness.facts), moved)
-
-
 def pivot_run(
     run: Run, settings: Mapping[str, Any] | None, *, timeout_secs: float = 3600.0
 ) -> Pivoted:
@@ -119,7 +88,7 @@ def pivot_run(
         JobError: It ended by an error before the boundary (likewise), or at the restart.
         RankTimeoutError: Not done in time. The request stands: the run still follows it.
     """
-    _check(run, settings)
+    check_pivot(run, settings)
     work = _Pivoting(run, settings, timeout_secs)
     return work.run_to_its_end()
 
@@ -138,7 +107,7 @@ class _Pivoting:
 
     def run_to_its_end(self) -> Pivoted:
         liveness = self._look()
-        _require_here(self._run, liveness)
+        require_here(self._run, liveness)
         facts = liveness.facts
         earlier = self._earlier()
         if earlier is not None:
@@ -148,12 +117,14 @@ class _Pivoting:
             liveness = self._look()
             journal = self._run.journal()
             done = [pivot for pivot in pivots_of(journal) if pivot.id == request.id]
-            if done:
+            if done and read_request(self._run_dir) is None:
                 return self._follow(done[0], facts)
-            if liveness.is_locked:
+            if done and liveness.is_locked:
+                pass  # whoever has the lock is about to remove the request
+            elif liveness.is_locked:
                 facts = liveness.facts
                 self._ask(request, liveness, journal)
-            elif not _agent_lives(facts):
+            elif not agent_lives(facts):
                 self._require_boundary(request, journal)
                 pivot = self._carry_out(request, facts)
                 if pivot is not None:
@@ -244,7 +215,7 @@ class _Pivoting:
         """Return the pivot, None where somebody else has the lock for now."""
         if self._run.latest() is None and request.begun is None:
             remove_request(self._run_dir)
-            raise _nothing_to_go_on_from(self._run)
+            raise nothing_to_go_on_from(self._run)
         lock = storage.RunLock(self._run_dir / LOCK_FILE)
         pid = os.getpid()
         try:
@@ -279,7 +250,7 @@ class _Pivoting:
                         next_step="Mend that and start it; the policy then begins fresh.",
                         step=pivot.step,
                     )
-            if not _agent_lives(facts) and not self._look().is_locked:
+            if not agent_lives(facts) and not self._look().is_locked:
                 return self._answer(pivot, facts, restarted=False)
             self._wait(f"The pivot at step {pivot.step} is done; the run has not resumed")
 
@@ -302,51 +273,12 @@ class _Pivoting:
         time.sleep(_POLL_SECS)
 
 
-def _check(run: Run, settings: Mapping[str, Any] | None) -> int:
-    """Return the newest generation's step if the run can be pivoted, once it stands."""
-    latest = run.latest()
-    if latest is None:
-        if look_alive(run.store.run_dir, run.journal()).state is State.RUNNING:
-            return 0
-        raise _nothing_to_go_on_from(run)
-    shared = latest.manifest.shared
-    parts = shared.get("parts", {}) if isinstance(shared, dict) else {}
-    if settings is not None and "policy" not in parts:
-        raise UsageError(
-            f"{run.path} keeps no policy that could heed these settings.",
-            next_step="Give Checkpointer a policy, or pivot without --policy.",
-            path=str(run.path),
-        )
-    return latest.step
-
-
 def _place_of(pivot: Pivot, journal: Sequence[Mapping[str, Any]]) -> int:
     return next(
         number
         for number, event in enumerate(journal)
         if event.get("event") == "pivot" and event.get("id") == pivot.id
     )
-
-
-def _nothing_to_go_on_from(run: Run) -> NotFoundError:
-    return NotFoundError(
-        f"{run.path} has no generation to go on from.",
-        next_step="Pivot once it has saved something; `dist-ckpt ls` shows what there is.",
-        path=str(run.path),
-    )
-
-
-def _require_here(run: Run, liveness: Liveness) -> None:
-    """Return if the run isn't on another host, where it could be neither asked nor judged."""
-    host = liveness.facts.get("host")
-    is_away = liveness.is_locked and host not in {None, socket.gethostname()}
-    if liveness.state is State.UNKNOWN or is_away:
-        reasons = "; ".join(found.text for found in liveness.evidence)
-        raise NotRunningError(
-            f"{run.path} is another host's: {reasons}.",
-            next_step=f"Pivot on {host}.",
-            path=str(run.path),
-        )
 
 
 def _has_noticed(
@@ -358,14 +290,6 @@ def _has_noticed(
         and event.get("attempt") == attempt
         for event in journal
     )
-
-
-def _agent_lives(facts: Mapping[str, Any]) -> bool:
-    """Return whether torchrun's agent, below our launcher, could start the run again."""
-    pid, start_time = facts.get("agent_pid"), facts.get("agent_start_time")
-    here = facts.get("host") == socket.gethostname()
-    known = type(pid) is int and type(start_time) is int
-    return here and known and announce.process_alive(int(pid or 0), int(start_time or 0))
 
 
 def _command(facts: Mapping[str, Any]) -> str | None:

@@ -1,0 +1,233 @@
+"""A pivot of a stopped run, killed at each of its operations, and gone on with in both ways."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dist_ckpt
+from dist_ckpt.errors import (
+    CorruptFileError,
+    LockedError,
+    NotFoundError,
+    NotRunningError,
+    RankTimeoutError,
+    UsageError,
+)
+from dist_ckpt.history import read_journal, read_samples
+from dist_ckpt.lifecycle import REQUEST_FILE, read_request
+from dist_ckpt.runs import open_run, pivot_run, plan_pivot
+from dist_ckpt.storage import RunLock, use_ops
+from helpers.faulty_ops import Fault, FaultyOps, RecordingOps
+from helpers.pivoting import Training
+
+OLD = {"floors": {"docs": 1.0}}
+NEW = {"floors": {"docs": 3.0}, "ceilings": {"code": 0.25}}
+CHANGES = {"fdatasync", "fsync", "ftruncate", "mkdir", "pwrite", "rename", "unlink"}
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with settings, stopped at step 20, behind whose resume point a crash left losses."""
+    run = tmp_path_factory.mktemp("base") / "andrea"
+    run.mkdir()
+    (run / "andrea.policy.json").write_text(json.dumps(OLD), encoding="utf-8")
+    Training().train(run, 20)
+    with (run / "andrea.loss.json").open("r+", encoding="utf-8") as file:
+        text = file.read()
+        file.seek(0)
+        file.write(text.rstrip().removesuffix("]") + ",\n[21, 1.5]]")
+    return run
+
+
+def _copy(run: Path, folder: Path) -> Path:
+    target = folder / "andrea"
+    shutil.copytree(run, target)
+    return target
+
+
+def _events(run: Path, word: str) -> list[dict[str, Any]]:
+    return [event for event in read_journal(run) if event["event"] == word]
+
+
+def _check(run: Path, original: Path) -> None:
+    """The pivot is done, once, and nothing is lost."""
+    (pivot,) = _events(run, "pivot")
+    assert (pivot["step"], pivot["policy"], pivot["previous"]) == (20, NEW, OLD)
+    home = run / str(pivot["archive"])
+    assert sorted(pivot["archived"]) == sorted(path.name for path in home.iterdir())
+    for name in ("andrea.samples.json", "andrea.state.json"):
+        assert (home / name).read_bytes() == (original / name).read_bytes()
+    assert json.loads((home / "andrea.policy.json").read_text()) == OLD
+    assert json.loads((run / "andrea.policy.json").read_text()) == NEW
+    assert not (run / REQUEST_FILE).exists()
+    assert sorted(path.name for path in (run / "archive").iterdir()) == ["pivot_000020"]
+    text = (original / "andrea.loss.json").read_text().rstrip().removesuffix("]")
+    assert (run / "andrea.loss.json").read_text().startswith(text)
+
+
+def _check_goes_on(run: Path, original: Path) -> None:
+    """Weights and moments are bit-equal, the bandit knows its new settings and nothing else."""
+    training, before = Training(), Training()
+    with training.checkpointer(run) as ckpt:
+        dist_ckpt.open_run(original).generation(20).load_into(
+            model=before.model, optimizer=before.optimizer
+        )
+        assert ckpt.resumed is not None
+        assert ckpt.resumed.step == 20
+        assert training.state() == before.state()
+        assert len(training.state()) == 12
+        assert all(arm.pulls == 0 for arm in training.bandit.arms.values())
+        assert training.bandit.settings.floors == {"docs": 3.0}
+        for _ in ckpt.steps(22):
+            _, loss = training.update()
+            ckpt.record(loss=loss)
+    assert [step for step, _ in dist_ckpt.open_run(run).loss()] == list(range(1, 23))
+    assert read_samples(run) == []
+    again = Training()
+    with again.checkpointer(run):
+        assert again.bandit.state_dict() == training.bandit.state_dict()
+
+
+def test_a_stopped_run_pivots_and_goes_on_with_a_fresh_policy(
+    stopped: Path, tmp_path: Path
+) -> None:
+    run = _copy(stopped, tmp_path)
+    plan = plan_pivot(open_run(run), NEW)
+    assert (plan.step, plan.is_live, plan.restarts) == (20, False, False)
+    assert plan.moved == ("andrea.samples.json", "andrea.state.json")
+    assert not (run / "archive").exists()
+    done = pivot_run(open_run(run), NEW)
+    assert (done.pivot.step, done.restarted) == (20, False)
+    assert "pytest" in (done.command or "")
+    assert [step for step, _ in dist_ckpt.open_run(run).loss()] == list(range(1, 21))
+    _check(run, stopped)
+    # Cut off behind its last step, or asked for twice: there is nothing more to do.
+    assert pivot_run(open_run(run), NEW).pivot == done.pivot
+    _check(run, stopped)
+    _check_goes_on(run, stopped)
+    _check(run, stopped)
+
+
+def _killed_at(run: Path, op: str, nth: int, settings: dict[str, Any] = NEW) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            with use_ops(FaultyOps(Fault(op, nth=nth, kill=True))):
+                pivot_run(open_run(run), settings)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+
+
+def test_a_pivot_killed_at_any_operation_is_done_by_running_it_again_or_by_the_next_start(
+    stopped: Path, tmp_path: Path
+) -> None:
+    ops = RecordingOps()
+    with use_ops(ops):
+        pivot_run(open_run(_copy(stopped, tmp_path / "whole")), NEW)
+    changes = [call.op for call in ops.calls if call.op in CHANGES]
+    assert len(changes) > 25
+    undone = 0
+    for place in range(len(changes)):
+        op, nth = changes[place], changes[: place + 1].count(changes[place])
+        run = _copy(stopped, tmp_path / str(place))
+        _killed_at(run, op, nth)
+        wanted = read_request(run) is not None
+        if wanted and place % 2:
+            _check_goes_on(run, stopped)  # the next start goes on with it
+        else:
+            undone += not wanted and not _events(run, "pivot")
+            pivot_run(open_run(run), NEW)
+        _check(run, stopped)
+        shutil.rmtree(run)
+    assert undone < 12  # where it was killed before there was a request
+
+
+def test_without_settings_those_that_there_are_stay_and_the_policy_is_fresh(
+    stopped: Path, tmp_path: Path
+) -> None:
+    run = _copy(stopped, tmp_path)
+    done = pivot_run(open_run(run), None)
+    assert (done.pivot.policy, done.pivot.previous) == (OLD, OLD)
+    training = Training()
+    with training.checkpointer(run):
+        assert all(arm.pulls == 0 for arm in training.bandit.arms.values())
+        assert training.bandit.settings.floors == {"docs": 1.0}
+
+
+def test_another_pivot_while_one_is_half_done_comes_after_it(stopped: Path, tmp_path: Path) -> None:
+    run = _copy(stopped, tmp_path)
+    first = {"floors": {"docs": 2.0}}
+    _killed_at(run, "rename", 3, first)
+    half = read_request(run)
+    assert half is not None
+    assert half.begun is not None
+    assert _events(run, "pivot") == []
+    pivot_run(open_run(run), NEW)
+    story = [(event["policy"], event["previous"]) for event in _events(run, "pivot")]
+    assert story == [(first, OLD), (NEW, first)]
+    assert read_request(run) is None
+
+
+def test_a_run_without_a_generation_is_refused_and_nothing_is_asked_for(tmp_path: Path) -> None:
+    run = tmp_path / "andrea"
+    training = Training()
+    with training.checkpointer(run):
+        pass
+    with pytest.raises(NotFoundError, match="no generation to go on from"):
+        pivot_run(open_run(run), NEW)
+    assert read_request(run) is None
+
+
+def test_settings_for_a_run_without_a_policy_are_refused(tmp_path: Path) -> None:
+    run = tmp_path / "andrea"
+    training = Training()
+    with dist_ckpt.Checkpointer(run, model=training.model, optimizer=training.optimizer) as ckpt:
+        for _ in ckpt.steps(3):
+            training.update()
+    with pytest.raises(UsageError, match="keeps no policy"):
+        pivot_run(open_run(run), NEW)
+    assert pivot_run(open_run(run), None).pivot.step == 3
+
+
+def test_a_request_of_somebody_else_is_refused_by_name(stopped: Path, tmp_path: Path) -> None:
+    run = _copy(stopped, tmp_path)
+    for text in ("{}", "[", '{"when": "now", "then": "pivot"}'):
+        (run / REQUEST_FILE).write_text(text, encoding="utf-8")
+        with pytest.raises(CorruptFileError, match=r"request\.json"):
+            pivot_run(open_run(run), NEW)
+    body = json.loads(json.dumps({"when": "boundary", "then": "pivot", "id": "x", "time": 1}))
+    body |= {"policy": None, "begun": {"step": 1, "archive": "../x", "before": None}}
+    (run / REQUEST_FILE).write_text(json.dumps(body), encoding="utf-8")
+    with pytest.raises(CorruptFileError, match="archive"):
+        read_request(run)
+
+
+def test_a_locked_run_that_nobody_can_be_asked_of_is_waited_for_and_left_alone(
+    stopped: Path, tmp_path: Path
+) -> None:
+    run = _copy(stopped, tmp_path)
+    lock = RunLock(run / "run.lock")
+    lock.acquire({"host": os.uname().nodename})
+    try:
+        with pytest.raises((RankTimeoutError, LockedError)):
+            pivot_run(open_run(run), NEW, timeout_secs=0.5)
+    finally:
+        lock.release()
+    assert _events(run, "pivot") == []
+    facts = json.loads((run / "run.json").read_text()) | {"host": "elsewhere"}
+    (run / "run.json").write_text(json.dumps(facts), encoding="utf-8")
+    lock.acquire({"host": "elsewhere"})
+    try:
+        with pytest.raises(NotRunningError, match="another host"):
+            pivot_run(open_run(run), NEW)
+    finally:
+        lock.release()
