@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +11,7 @@ import typer
 from dist_ckpt import storage
 from dist_ckpt.cli._address import RunArgument, find_run
 from dist_ckpt.cli._answer import Answer, JsonOption
-from dist_ckpt.cli._text import duration, plain
+from dist_ckpt.cli._text import duration, plain, spell_settings
 from dist_ckpt.errors import CorruptFileError, SettingError, UsageError
 from dist_ckpt.history import parse_settings
 from dist_ckpt.runs import Pivoted, PivotPlan, Run, pivot_run, plan_pivot
@@ -77,7 +76,9 @@ def _plan(run: Run, settings: dict[str, Any] | None, plan: PivotPlan) -> Answer:
         where = f"at the next boundary: the run saves, stops and {again}"
     lines = [f"{run.name}: would pivot {where}"]
     lines += [f"  {name} would go to archive/" for name in plan.moved]
-    lines.append(f"  policy: {_spell(settings) if settings is not None else 'as it is, but fresh'}")
+    lines.append(
+        f"  policy: {spell_settings(settings) if settings is not None else 'as it is, but fresh'}"
+    )
     return Answer(document, lambda: "".join(f"{plain(line)}\n" for line in lines))
 
 
@@ -94,8 +95,8 @@ def _tell(run: Run, done: Pivoted) -> Answer:
     lines = [
         f"{run.name}: pivot at step {pivot.step} ({duration(done.secs)})",
         f"  set aside in {pivot.archive}: {', '.join(pivot.archived) or 'nothing'}",
-        f"  policy before: {_spell(pivot.previous)}",
-        f"  policy now:    {_spell(pivot.policy)}",
+        f"  policy before: {spell_settings(pivot.previous)}",
+        f"  policy now:    {spell_settings(pivot.policy)}",
     ]
     if done.restarted:
         lines.append("  the launcher has started the run again; it has resumed with a fresh policy")
@@ -103,10 +104,6 @@ def _tell(run: Run, done: Pivoted) -> Answer:
         lines.append("  the run is stopped; start it again, and it goes on with a fresh policy:")
         lines.append(f"    {done.command or 'as you started it'}")
     return Answer(document, lambda: "".join(f"{plain(line)}\n" for line in lines))
-
-
-def _spell(settings: Any) -> str:
-    return "as the program sets it" if settings is None else json.dumps(settings)
 
 
 COMMANDS = (pivot,)

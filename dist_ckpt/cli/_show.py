@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import time
 from pathlib import Path
 from typing import Any
 
 from dist_ckpt import storage
-from dist_ckpt.cli._text import ago, plain, size, table
+from dist_ckpt.cli._text import ago, plain, size, spell_settings, table
 from dist_ckpt.errors import DistCkptError
 from dist_ckpt.export import read_bin
 from dist_ckpt.history import read_gap
@@ -74,6 +75,7 @@ def describe_generation(run: Run, generation: Generation, *, with_tensors: bool)
         "verified_at": generation.verified_at,
         "pinned": store.pins().get(point.step),
         "proven": run.proven().get(point.step),
+        "pivots": [dataclasses.asdict(pivot) for pivot in run.pivots() if pivot.step <= point.step],
         "notes": point.notes,
         "losses_missing": None if gap is None else str(gap),
     }
@@ -121,6 +123,7 @@ def tell_generation(document: dict[str, Any]) -> str:
         ("losses", _tell_losses(document)),
         ("stateless", ", ".join(document["stateless"]) or "none"),
     ]
+    head += _tell_policy(document)
     lines = [f"{name:<10} {plain('-' if value is None else value)}\n" for name, value in head]
     lines += _tell_identity(document["identity"])
     files = [(name, f"{num_bytes:,}") for name, num_bytes in document["files"].items()]
@@ -136,6 +139,16 @@ def _tell_losses(document: dict[str, Any]) -> str | None:
         return None
     missing = document["losses_missing"]
     return f"{mark.get('losses')} up to it" + (f"; {missing}" if missing else "")
+
+
+def _tell_policy(document: dict[str, Any]) -> list[tuple[str, Any]]:
+    notes = document["notes"]
+    told = [("policy", spell_settings(notes["policy"]))] if notes.get("policy") else []
+    for pivot in document["pivots"]:
+        where = "by hand" if pivot["archive"] is None else pivot["archive"]
+        change = f"{spell_settings(pivot['previous'])} -> {spell_settings(pivot['policy'])}"
+        told.append(("pivot", f"step {pivot['step']}, {where}: {change}"))
+    return told
 
 
 def _tell_canonical(canonical: dict[str, Any]) -> str:

@@ -6,11 +6,12 @@ where there is none.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Collection, Iterable, Sequence
 
-__all__ = ["ago", "duration", "plain", "size", "table"]
+__all__ = ["ago", "duration", "plain", "size", "spell_settings", "table"]
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -32,6 +33,11 @@ def size(num_bytes: int | None) -> str:
             break
         value /= 1000
     return f"{num_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def spell_settings(settings: object) -> str:
+    """Return a policy's settings; None where no file sets any."""
+    return "as the program sets it" if settings is None else json.dumps(settings)
 
 
 def duration(secs: float | None) -> str:

@@ -16,6 +16,7 @@ from dist_ckpt.history import (
     read_loss_raw,
     run_name,
 )
+from dist_ckpt.lifecycle import Pivot, pivots_of
 from dist_ckpt.runs._generation import Generation
 from dist_ckpt.runs._places import holds_format, is_run, require_directory
 
@@ -93,6 +94,13 @@ class Run:
         try:
             return read_journal(self.store.run_dir)
         except NotFoundError:
+            return []
+
+    def pivots(self) -> list[Pivot]:
+        """Return the changes of policy, in their order; empty where the journal can't be read."""
+        try:
+            return pivots_of(self.journal())
+        except DistCkptError:
             return []
 
     def proven(self) -> dict[int, str]:

@@ -29,7 +29,8 @@ from helpers.pivoting import Training
 
 OLD = {"floors": {"docs": 1.0}}
 NEW = {"floors": {"docs": 3.0}, "ceilings": {"code": 0.25}}
-CHANGES = {"fdatasync", "fsync", "ftruncate", "mkdir", "pwrite", "rename", "unlink"}
+#: A kill before a sync leaves what a kill after the write before it leaves.
+CHANGES = {"ftruncate", "mkdir", "pwrite", "rename", "unlink"}
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +135,7 @@ def test_a_pivot_killed_at_any_operation_is_done_by_running_it_again_or_by_the_n
     with use_ops(ops):
         pivot_run(open_run(_copy(stopped, tmp_path / "whole")), NEW)
     changes = [call.op for call in ops.calls if call.op in CHANGES]
-    assert len(changes) > 25
+    assert len(changes) > 15
     undone = 0
     for place in range(len(changes)):
         op, nth = changes[place], changes[: place + 1].count(changes[place])
