@@ -89,8 +89,8 @@ class TextWindows(Dataset[Tensor]):
 
     Sample ``i`` belongs to one source and one stretch of it; where in the stretch its window begins
     is drawn from torch's generator, which `dist_ckpt.ResumableLoader` seeds for each sample. So no
-    two epochs are the same, and a resumed one is. A policy that learns its weights has one such data
-    set, and one loader, for each source: see `mixture`.
+    two epochs are the same, and a resumed one is. A policy that learns its weights has one such
+    data set, and one loader, for each source: see `mixture`.
 
     Args:
         sources: Name → tokens.
