@@ -7,6 +7,7 @@ doesn't know, or where ``NAME.state.json``, which this run had written, was take
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import secrets
@@ -92,6 +93,7 @@ class KeptPolicy:
         self.fresh: str | None = None
         self.restored: Sorted | None = None
         self.saved: Any = None
+        self._clean: Any = None
         self.settings_before: Any = None
         self.past = _Past(None, None, None, ())
 
@@ -111,6 +113,8 @@ class KeptPolicy:
         check_settings(self.policy, past.settings, path)
         if past.settings is not None and isinstance(self.policy, Configurable):
             self.policy.configure(past.settings)
+        if self.policy is not None:
+            self._clean = copy.deepcopy(self.policy.state_dict())
 
     def choose(self, point: ResumePoint) -> None:
         """Decide whether the copy in this resume point counts; the same on every rank."""
@@ -133,6 +137,8 @@ class KeptPolicy:
     def load_state_dict(self, state: Any, /) -> None:
         """The policy goes on from ``state``, without arms that have no source; or stays fresh."""
         if self.fresh is not None:
+            if self.saved is not None:  # of a newer generation, which turned out faulty after this
+                load_stateful("policy", self.policy, copy.deepcopy(self._clean))
             return
         self.saved = _plain(state)
         self.restored = sort_arms(self.policy, state)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,8 @@ from dist_ckpt.errors import (
 )
 from dist_ckpt.storage import use_ops
 from helpers.faulty_ops import Fault, FaultyOps, RecordingOps
+from helpers.memory import in_memory
+from helpers.power_cuts import Disk, Recorder, cuts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,6 +35,12 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "work" / "done.jsonl"
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    with in_memory(tmp_path) as folder:
+        yield folder
 
 
 def test_what_was_appended_is_there_when_it_is_opened_again(path: Path) -> None:
@@ -100,7 +110,7 @@ def test_a_closed_ledger_says_so_and_a_missing_one_is_named(path: Path) -> None:
 _names = st.text(min_size=1, max_size=8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(items=st.lists(_names, unique=True, min_size=1, max_size=6), data=st.data())
 def test_any_torn_end_leaves_exactly_the_items_before_it(
     tmp_path_factory: pytest.TempPathFactory, items: list[str], data: st.DataObject
@@ -192,3 +202,31 @@ def test_after_kills_at_random_instants_exactly_the_finished_items_are_there(pat
     assert len(set(found) - set(told)) <= 3
     assert len(told) == len(set(told))
     assert all(json.loads(line)["digest"] for line in path.read_text().splitlines())
+
+
+def test_a_power_cut_at_any_instant_leaves_exactly_the_finished_items(memory: Path) -> None:
+    """Names and bytes that weren't synced lost, kept, half or zeros."""
+    root = memory / "root"
+    root.mkdir()
+    disk, recorder = Disk.read(root), Recorder(root)
+    finished: list[tuple[int, list[str]]] = [(0, [])]
+    with use_ops(recorder), Ledger(root / "done.jsonl") as ledger:
+        for batch in (["a"], ["b", "c" * 3000, "d" * 3000], ["e"]):
+            ledger.extend(batch)
+            finished.append((len(recorder.events), [*finished[-1][1], *batch]))
+    num_states = 0
+    for number, event in enumerate(recorder.events, start=1):
+        disk.do(event)
+        durable = max((items for at, items in finished if at <= number), key=len)
+        allowed = [items for _, items in finished if len(items) >= len(durable)][:2]
+        for state in cuts(disk, random.Random(number), at_most=10):
+            scratch = memory / "scratch"
+            scratch.mkdir()
+            state.lay(scratch)
+            with Ledger(scratch / "done.jsonl") as ledger:
+                assert list(ledger) in allowed, (number, event.op)
+                ledger.append("z")
+            assert list(read_ledger(scratch / "done.jsonl"))[:-1] in allowed
+            shutil.rmtree(scratch)
+            num_states += 1
+    assert num_states > 20
