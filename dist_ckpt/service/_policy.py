@@ -48,13 +48,13 @@ from dist_ckpt.service._attempt import Attempt
 from dist_ckpt.service._voice import Voice
 from dist_ckpt.tree import encode_tree
 
-__all__ = ["KeptPolicy", "begin_policy", "settle_policy"]
+__all__ = ["KeptPolicy", "Past", "begin_policy", "settle_policy"]
 
 _MAX_PATHS = 10
 
 
 @dataclass(frozen=True)
-class _Past:
+class Past:
     """What the run directory says of its policy; the same on every rank.
 
     Attributes:
@@ -95,14 +95,14 @@ class KeptPolicy:
         self.saved: Any = None
         self._clean: Any = None
         self.settings_before: Any = None
-        self.past = _Past(None, None, None, ())
+        self.past = Past(None, None, None, ())
 
     @property
     def holder(self) -> Stateful | None:
         """What the capture keeps; None where there is no policy."""
         return None if self.policy is None else self
 
-    def begin(self, past: _Past, path: str) -> None:
+    def begin(self, past: Past, path: str) -> None:
         """The policy has the settings of the run directory.
 
         Raises:
@@ -160,12 +160,12 @@ def begin_policy(attempt: Attempt, comm: Comm, kept: KeptPolicy) -> None:
         return json.dumps(dataclasses.asdict(past)).encode()
 
     told = json.loads(comm.broadcast(comm.together("looking at the policy", look)))
-    past = _Past(**{**told, "taken": tuple(told["taken"])})
+    past = Past(**{**told, "taken": tuple(told["taken"])})
     path = history_path(run_dir, attempt.name, "policy")
     comm.together("configuring the policy", lambda: kept.begin(past, path))
 
 
-def _look(run_dir: Path, name: str, steps: Collection[int], *, has_policy: bool) -> _Past:
+def _look(run_dir: Path, name: str, steps: Collection[int], *, has_policy: bool) -> Past:
     try:
         journal = read_journal(run_dir)
     except NotFoundError:
@@ -181,8 +181,8 @@ def _look(run_dir: Path, name: str, steps: Collection[int], *, has_policy: bool)
         )
     settings = read_policy(run_dir, name)
     if pivot is None:
-        return _Past(None, settings, None, taken)
-    return _Past(pivot.id, settings, pivot.policy, taken)
+        return Past(None, settings, None, taken)
+    return Past(pivot.id, settings, pivot.policy, taken)
 
 
 def settle_policy(attempt: Attempt, kept: KeptPolicy, step: int, voice: Voice) -> None:

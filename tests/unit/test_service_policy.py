@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import torch
 import dist_ckpt
 from dist_ckpt.errors import CorruptFileError, UsageError
 from dist_ckpt.history import read_journal, read_loss_raw
+from dist_ckpt.lifecycle import new_request, read_request, write_request
+from dist_ckpt.service._policy import KeptPolicy, Past
 from dist_ckpt.storage import use_ops
 from helpers.faulty_ops import Fault, FaultyOps
 from helpers.pivoting import SOURCES, Training
@@ -240,3 +244,61 @@ def test_what_a_crash_left_behind_a_pivot_is_no_part_of_the_history(run: Path) -
     assert (26, 1.5) in [tuple(entry) for entry in read_loss_raw(run)]
     assert _events(run, "replayed") == []
     assert set(SOURCES) == set(_state(run)["arms"])
+
+
+def test_a_request_is_answered_at_the_boundary_and_other_signals_at_once(tmp_path: Path) -> None:
+    run = tmp_path / "andrea"
+    training = Training()
+    with training.checkpointer(run, every=10) as ckpt:
+        for step in ckpt.steps(30):
+            training.update()
+            if step == 3:
+                write_request(run, new_request(None))
+                os.kill(os.getpid(), signal.SIGUSR1)
+                assert not ckpt.poll()  # a long evaluation needn't end for it
+            if step == 5:
+                os.kill(os.getpid(), signal.SIGUSR1)
+    assert (ckpt.stopped, ckpt.step) == ("pivot", 10)
+    saved = [(event["step"], event["reasons"]) for event in _events(run, "saved")]
+    assert saved == [(5, ["SIGUSR1"]), (10, ["cadence", "SIGUSR1", "pivot"])]
+    assert read_request(run) is not None  # for whoever comes next
+    training = Training()
+    with training.checkpointer(run, every=10):
+        assert _pulls(training) == 0
+    assert read_request(run) is None
+
+
+def test_a_request_for_which_no_signal_comes_is_left_for_the_next_start(tmp_path: Path) -> None:
+    run = tmp_path / "andrea"
+    training = Training()
+    with training.checkpointer(run, every=5) as ckpt:
+        write_request(run, new_request({"c": 0.0}))
+        for _ in ckpt.steps(7):
+            training.update()
+    assert ckpt.stopped is None
+    training = Training()
+    with training.checkpointer(run):
+        assert training.bandit.settings.c == 0.0
+        assert _pulls(training) == 0
+    assert [event["step"] for event in _events(run, "pivot")] == [7]
+
+
+def test_a_fresh_policy_is_fresh_though_a_newer_generation_was_tried_before(
+    tmp_path: Path,
+) -> None:
+    """The newest generation turns out faulty after its policy was loaded: random state is last."""
+    run = tmp_path / "andrea"
+    Training().train(run, 5, every=5)
+    (run / "andrea.state.json").unlink()
+    Training().train(run, 10, every=5)
+    kept = KeptPolicy(Training().bandit)
+    store = dist_ckpt.open_run(run)
+    pivot = _events(run, "pivot")[0]["id"]
+    kept.begin(Past(pivot, None, None, ()), "")
+    old, new = (store.generation(step).manifest for step in (5, 10))
+    kept.choose(new)
+    kept.load_state_dict(_state(run))
+    assert kept.policy.arms["docs"].pulls > 0
+    kept.choose(old)
+    kept.load_state_dict({"arms": {}})
+    assert all(arm.pulls == 0 for arm in kept.policy.arms.values())
