@@ -231,7 +231,8 @@ def _report(
         report_import(attempt, imported, voice)
         return True
     if attempt.pivot is not None:
-        voice.say(f"pivot at step {attempt.pivot.step}; {attempt.pivot.archive} has what was")
+        where = attempt.pivot.archive
+        voice.say(f"pivot at step {attempt.pivot.step}; samples and state of before: {where}")
     if resumed is None:
         journal("fresh_start", step=0)
         voice.say("starts at step 0")
