@@ -17,7 +17,15 @@ from dist_ckpt import announce, storage
 from dist_ckpt.comm import Comm
 from dist_ckpt.errors import DistCkptError, ForeignFileError, SettingError, StorageError
 from dist_ckpt.generations import GenerationStore
-from dist_ckpt.history import History, NullHistory, read_journal, run_name, write_state
+from dist_ckpt.history import (
+    History,
+    NullHistory,
+    read_journal,
+    read_policy,
+    run_name,
+    write_policy,
+    write_state,
+)
 from dist_ckpt.lifecycle import Pivot, finish_pivot
 from dist_ckpt.storage import RunLock
 
@@ -45,6 +53,7 @@ class Attempt:
         facts: What ``run.json`` says.
         removed: Temporary remains of earlier attempts that were removed.
         pivot: The pivot that this start carried out, where one was left to do.
+        settings: The policy's, as this attempt found them in the run directory.
     """
 
     number: int
@@ -56,6 +65,7 @@ class Attempt:
     facts: Mapping[str, Any]
     removed: tuple[str, ...] = ()
     pivot: Pivot | None = None
+    settings: dict[str, Any] | None = None
     warn: Callable[[str], None] = field(default=lambda _text: None, repr=False)
     is_abandoned: bool = False
 
@@ -71,6 +81,12 @@ class Attempt:
     def keep_policy(self, state: bytes) -> None:
         """``NAME.state.json`` holds the policy's state, durably; on the background thread."""
         write_state(self.store.run_dir, self.name, state)
+
+    def write_settings(self) -> None:
+        """``NAME.policy.json`` is there, where this attempt found one at its start."""
+        run_dir = self.store.run_dir
+        if self.settings is not None and read_policy(run_dir, self.name) is None:
+            write_policy(run_dir, self.name, self.settings)
 
     def check_lock(self) -> None:
         """Return if the run directory is still this job's."""

@@ -144,6 +144,7 @@ class Keeper:
                 attempt.lock.retake()
             self._require_ours()  # held now: nobody comes any more
         attempt.write_run_file()
+        attempt.write_settings()
         attempt.history.revive()
 
     def _say(self, text: str) -> None:

@@ -11,14 +11,11 @@ import copy
 import dataclasses
 import json
 import secrets
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
-
-import torch
-import xxhash
 
 from dist_ckpt import storage
 from dist_ckpt.capture import Stateful, load_stateful
@@ -45,8 +42,8 @@ from dist_ckpt.policy import (
 )
 from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.service._attempt import Attempt
+from dist_ckpt.service._policy_state import differing_paths, plain_state
 from dist_ckpt.service._voice import Voice
-from dist_ckpt.tree import encode_tree
 
 __all__ = ["KeptPolicy", "Past", "begin_policy", "settle_policy"]
 
@@ -140,13 +137,13 @@ class KeptPolicy:
             if self.saved is not None:  # of a newer generation, which turned out faulty after this
                 load_stateful("policy", self.policy, copy.deepcopy(self._clean))
             return
-        self.saved = _plain(state)
+        self.saved = plain_state(state)
         self.restored = sort_arms(self.policy, state)
         load_stateful("policy", self.policy, self.restored.state)
 
     def sidecar(self) -> bytes | None:
         """Return the bytes of ``NAME.state.json`` for this instant; None without a policy."""
-        return None if self.policy is None else encode_state(_plain(self.state_dict()))
+        return None if self.policy is None else encode_state(plain_state(self.state_dict()))
 
 
 def begin_policy(attempt: Attempt, comm: Comm, kept: KeptPolicy) -> None:
@@ -161,6 +158,7 @@ def begin_policy(attempt: Attempt, comm: Comm, kept: KeptPolicy) -> None:
 
     told = json.loads(comm.broadcast(comm.together("looking at the policy", look)))
     past = Past(**{**told, "taken": tuple(told["taken"])})
+    attempt.settings = past.settings
     path = history_path(run_dir, attempt.name, "policy")
     comm.together("configuring the policy", lambda: kept.begin(past, path))
 
@@ -181,8 +179,20 @@ def _look(run_dir: Path, name: str, steps: Collection[int], *, has_policy: bool)
         )
     settings = read_policy(run_dir, name)
     if pivot is None:
-        return Past(None, settings, None, taken)
+        return Past(_branch_of(journal), settings, None, taken)
     return Past(pivot.id, settings, pivot.policy, taken)
+
+
+def _branch_of(journal: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the fork that this run began by, where it was given a policy of its own: a pivot."""
+    return next(
+        (
+            f"fork {event.get('id')}"
+            for event in journal
+            if event.get("event") == "forked" and event.get("policy") is True
+        ),
+        None,
+    )
 
 
 def settle_policy(attempt: Attempt, kept: KeptPolicy, step: int, voice: Voice) -> None:
@@ -203,7 +213,7 @@ def settle_policy(attempt: Attempt, kept: KeptPolicy, step: int, voice: Voice) -
         attempt.journal(
             "zombie_arms",
             step=step,
-            arms={name: _plain(arm) for name, arm in zombies.items()},
+            arms={name: plain_state(arm) for name, arm in zombies.items()},
         )
         voice.warn(tell_zombies(zombies))
     if kept.restored.new:
@@ -251,7 +261,7 @@ def _mend_sidecar(attempt: Attempt, kept: KeptPolicy, step: int, voice: Voice) -
         storage.make_dir(archive, exist_ok=True)
         storage.sync_dir(run_dir)
         storage.replace_durable(archive / copy, encode_state(found))
-        paths = list(islice(_differences(found, kept.saved, ""), _MAX_PATHS))
+        paths = list(islice(differing_paths(found, kept.saved), _MAX_PATHS))
         attempt.journal("policy_differs", step=step, paths=paths, kept_as=f"archive/{copy}")
         voice.warn(
             f"{name}.state.json isn't the policy of step {step} ({', '.join(paths)}): the resume "
@@ -260,31 +270,3 @@ def _mend_sidecar(attempt: Attempt, kept: KeptPolicy, step: int, voice: Voice) -
     state = kept.sidecar()
     if state is not None and found != json.loads(state):
         write_state(run_dir, name, state)
-
-
-def _differences(a: Any, b: Any, path: str) -> Iterator[str]:
-    if isinstance(a, dict) and isinstance(b, dict):
-        for key in [*a, *(key for key in b if key not in a)]:
-            below = f"{path}/{key}" if path else str(key)
-            if key not in a or key not in b:
-                yield below
-            else:
-                yield from _differences(a[key], b[key], below)
-    elif a != b:
-        yield path or "/"
-
-
-def _plain(state: Any) -> Any:
-    """Return a state as JSON for people; a tensor is told by its dtype, shape and digest."""
-
-    def tell(_path: str, tensor: Any) -> dict[str, Any]:
-        array = tensor.detach().cpu() if isinstance(tensor, torch.Tensor) else tensor
-        array = torch.as_tensor(array).contiguous()
-        content: Any = array.reshape(-1).view(torch.uint8).numpy()
-        return {
-            "dtype": str(array.dtype).removeprefix("torch."),
-            "shape": list(array.shape),
-            "xxh3_128": xxhash.xxh3_128(content).hexdigest(),
-        }
-
-    return json.loads(json.dumps(encode_tree(state, path="policy", put_tensor=tell)))

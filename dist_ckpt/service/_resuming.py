@@ -231,8 +231,8 @@ def _report(
         report_import(attempt, imported, voice)
         return True
     if attempt.pivot is not None:
-        where = attempt.pivot.archive
-        voice.say(f"pivot at step {attempt.pivot.step}; samples and state of before: {where}")
+        archive = attempt.pivot.archive
+        voice.say(f"pivot at step {attempt.pivot.step}; samples and state of before: {archive}")
     if resumed is None:
         journal("fresh_start", step=0)
         voice.say("starts at step 0")

@@ -15,7 +15,7 @@ import torch
 
 import dist_ckpt
 from dist_ckpt.errors import CorruptFileError, UsageError
-from dist_ckpt.history import read_journal, read_loss_raw
+from dist_ckpt.history import Journal, read_journal, read_loss_raw
 from dist_ckpt.lifecycle import new_request, read_request, write_request
 from dist_ckpt.service._policy import KeptPolicy, Past
 from dist_ckpt.storage import use_ops
@@ -302,3 +302,35 @@ def test_a_fresh_policy_is_fresh_though_a_newer_generation_was_tried_before(
     kept.choose(old)
     kept.load_state_dict({"arms": {}})
     assert all(arm.pulls == 0 for arm in kept.policy.arms.values())
+
+
+def test_a_run_directory_that_vanishes_gets_the_policys_files_back(run: Path) -> None:
+    (run / "andrea.policy.json").write_text('{"c": 0.25}', encoding="utf-8")
+    training = Training()
+    with training.checkpointer(run, every=5) as ckpt:
+        for step in ckpt.steps(40):
+            training.update()
+            if step == 30:
+                shutil.rmtree(run)
+    assert len(_events(run, "made_again")) == 1
+    assert json.loads((run / "andrea.policy.json").read_text()) == {"c": 0.25}
+    assert sum(arm["pulls"] for arm in _state(run)["arms"].values()) == 40
+    again = Training()
+    with again.checkpointer(run, every=5):
+        assert again.bandit.state_dict() == training.bandit.state_dict()
+        assert again.bandit.settings.c == 0.25
+
+
+@pytest.mark.parametrize("policy", [True, False])
+def test_a_branch_that_was_given_settings_of_its_own_starts_with_a_fresh_policy(
+    run: Path, tmp_path: Path, policy: bool
+) -> None:
+    branch = tmp_path / "branch"
+    shutil.copytree(run / "checkpoints", branch / "checkpoints")
+    journal = Journal.open(branch / "branch.journal.jsonl", 0)
+    journal.append("forked", step=25, id="0123", policy=policy)
+    journal.close()
+    for until, fresh, restored in ((26, 1, 26), (27, 2, 27)):
+        training = Training()
+        training.train(branch, until)
+        assert _pulls(training) == (fresh if policy else restored)
