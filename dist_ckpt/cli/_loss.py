@@ -15,6 +15,7 @@ import typer
 from dist_ckpt import storage
 from dist_ckpt.cli._address import find_run
 from dist_ckpt.cli._answer import Answer, JsonOption
+from dist_ckpt.cli._branches import describe_branches, tell_branches
 from dist_ckpt.cli._text import plain, table
 from dist_ckpt.errors import NotFoundError, UsageError
 from dist_ckpt.history import LossEntry, replay_summary
@@ -43,12 +44,22 @@ def loss(
     ] = None,
     as_json: JsonOption = False,  # noqa: ARG001 - see JsonOption
 ) -> Answer:
-    """Show the loss of one run or several, through restarts and rewinds."""
+    """Show the loss of one run or several, through restarts and rewinds.
+
+    Of several: from where they part, which has the lower mean.
+    """
     curves = [_read(run, raw=raw, replays=replays) for run in runs]
     document: dict[str, Any] = {"runs": curves}
     if png is not None:
         document["png"] = _draw(curves, Path(png))
-    return Answer(document, lambda: _tell(curves) + (f"{plain(png)}\n" if png else ""))
+    if len(curves) > 1 and not raw:
+        document["branches"] = describe_branches(curves)
+
+    def text() -> str:
+        compared = tell_branches(document["branches"]) if "branches" in document else ""
+        return _tell(curves) + compared + (f"{plain(png)}\n" if png else "")
+
+    return Answer(document, text)
 
 
 def _read(address: str, *, raw: bool, replays: bool) -> dict[str, Any]:

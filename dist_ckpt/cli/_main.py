@@ -18,6 +18,8 @@ from dist_ckpt.cli import (
     _diff,
     _export,
     _import,
+    _keep,
+    _life,
     _look,
     _loss,
     _pivot,
@@ -189,6 +191,8 @@ def _app() -> typer.Typer:
         _report,
         _serve,
         _prove,
+        _life,
+        _keep,
         _reshard,
     ):
         for command in module.COMMANDS:

@@ -40,6 +40,10 @@ class Retention:
                     found=value,
                 )
 
+    def to_json(self) -> dict[str, int | None]:
+        """Return the settings by name."""
+        return {name: getattr(self, name) for name in ("keep_last", "keep_every", "keep_bins")}
+
 
 def plan_retention(
     verified: Sequence[int], *, pinned: Collection[int], retention: Retention
@@ -47,7 +51,8 @@ def plan_retention(
     """Return step → why it is kept; a verified step that isn't there may go.
 
     Args:
-        verified: Steps of the verified generations; others don't count and aren't touched.
+        verified: Steps of the verified generations of the run's own line; others don't count and
+            aren't touched.
         pinned: Steps that somebody pinned.
         retention: The settings.
     """

@@ -6,15 +6,19 @@ only once it is committed; its files never change after that.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import os
 import secrets
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from dist_ckpt import storage
-from dist_ckpt.canonical import step_name
+from dist_ckpt.canonical import parse_step_name, step_name
 from dist_ckpt.errors import StorageError
+from dist_ckpt.generations._pins import PINS_NAME, encode_pins
 from dist_ckpt.generations._stored import StoredGenerations
 from dist_ckpt.resume_point import (
     INDEX_NAME,
@@ -28,6 +32,8 @@ __all__ = ["GenerationStore"]
 
 _TEMPORARY = ".tmp-"
 _SUM_SUFFIX = ".sha256"
+#: Writing the pins, or giving a generation another name, takes far less.
+_PINS_WAIT_SECS = 30.0
 
 
 class GenerationStore(StoredGenerations):
@@ -53,7 +59,7 @@ class GenerationStore(StoredGenerations):
         """
         self.create()
         if not storage.exists(self.path(step)):
-            self._set_bin_aside(step, f"leftover_{step:06d}")
+            self.set_bin_aside(step, f"leftover_{step:06d}")
         temporary = self.directory / f"{_TEMPORARY}{step_name(step)}-{save_id}"
         storage.make_dir(temporary)
         return temporary
@@ -87,16 +93,55 @@ class GenerationStore(StoredGenerations):
         path = self.path(step) / VERIFIED_NAME
         storage.replace_durable(path, json.dumps(body, allow_nan=False).encode(), mode=0o400)
 
-    def retire(self, step: int) -> None:
-        """Remove a generation and its .bin.
+    def retire(self, step: int) -> bool:
+        """Remove a generation and its .bin; return False where it was pinned meanwhile.
 
         The .bin goes first: a crash in between leaves a whole generation, which is retired again.
         The generation loses its name before its first file, so that no half of it has that name.
+        Once a pin was accepted, its generation stays: the pins are read where nobody writes them.
+
+        Raises:
+            CorruptFileError: ``pins.json`` can't be understood.
+            LockedError: Somebody else holds the pins, for longer than it takes.
         """
-        self.drop_bin(step)
         trash = self.directory / f"{_TEMPORARY}trash-{step_name(step)}-{secrets.token_hex(4)}"
-        storage.rename_durable(self.path(step), trash)
+        with self._holding_pins():
+            if step in self.pins():
+                return False
+            self.drop_bin(step)
+            storage.rename_durable(self.path(step), trash)
         storage.remove_tree(trash)
+        return True
+
+    def pin(self, step: int, reason: str) -> None:
+        """Have a generation that retention keeps, durably; also beside a job that trains.
+
+        Raises:
+            NotFoundError: No such generation (any more).
+            CorruptFileError: Its manifest, or ``pins.json``, can't be read.
+        """
+        with self._holding_pins():
+            pins = self._read_pins().with_pin(step, self.manifest(step).id, reason)
+            storage.replace_durable(self.run_dir / PINS_NAME, encode_pins(pins))
+
+    def unpin(self, step: int) -> bool:
+        """Leave a generation to retention again; return whether it was pinned."""
+        with self._holding_pins():
+            pins = self._read_pins()
+            rest = pins.without(step, self._id_or(step, "") or None)
+            if rest == pins:
+                return False
+            storage.replace_durable(self.run_dir / PINS_NAME, encode_pins(rest))
+        return True
+
+    @contextlib.contextmanager
+    def _holding_pins(self) -> Iterator[None]:
+        lock = storage.RunLock(self.run_dir / "pins.lock")
+        lock.acquire({"pid": os.getpid(), "for": "pins.json"}, wait_secs=_PINS_WAIT_SECS)
+        try:
+            yield
+        finally:
+            lock.release()
 
     def drop_bin(self, step: int) -> None:
         """Remove ``step_N.bin`` and its sum, if there."""
@@ -115,13 +160,61 @@ class GenerationStore(StoredGenerations):
         storage.rename_durable(self.path(step), home / step_name(step))
         return home / step_name(step)
 
-    def _set_bin_aside(self, step: int, label: str) -> None:
-        if any(storage.exists(path) for path in self._bin_files(step)):
-            self._move_bin(step, self._home(label, step))
+    def set_bin_aside(self, step: int, label: str) -> bool:
+        """Move ``step_N.bin`` and its sum into ``archive/LABEL…/``; return whether one was."""
+        if not any(storage.exists(path) for path in self._bin_files(step)):
+            return False
+        self._move_bin(step, self._home(label, step))
+        return True
+
+    def new_home(self, label: str) -> str:
+        """Return LABEL, with a number behind it where ``archive/LABEL`` is there already."""
+        name, number = label, 1
+        while storage.exists(self.archive / name):
+            number += 1
+            name = f"{label}-{number}"
+        return name
+
+    def make_home(self, home: str) -> Path:
+        """Return ``archive/HOME/``, made if need be, its name durable."""
+        _make_durable(self.archive / home)
+        return self.archive / home
+
+    def archived(self) -> list[tuple[str, int]]:
+        """Return ``(home, step)`` of each generation in ``archive/HOME/``, ascending by step."""
+        found = []
+        for home in storage.list_names(self.archive) if storage.is_dir(self.archive) else ():
+            if storage.is_dir(self.archive / home):
+                names = storage.list_names(self.archive / home)
+                steps = (parse_step_name(name) for name in names if not name.endswith(".bin"))
+                found += [(home, step) for step in steps if step is not None]
+        return sorted(found, key=lambda item: (item[1], item[0]))
+
+    def bring_back(self, home: str, step: int) -> None:
+        """Move a generation and its .bin from ``archive/HOME/`` to where they were; durable.
+
+        The .bin goes first, so that the last rename is what brings the generation back. A .bin that
+        lies there without a generation is set aside.
+
+        Raises:
+            StorageError: A generation of this step is there, or the system refused.
+        """
+        self.create()
+        source = self.archive / home
+        moved = [path for path in self._bin_files(step) if storage.exists(source / path.name)]
+        if any(storage.exists(path) for path in moved):
+            self.set_bin_aside(step, f"leftover_{step:06d}")
+        for path in moved:
+            storage.rename_durable(source / path.name, path)
+        storage.rename_durable(source / step_name(step), self.path(step))
 
     def _home(self, label: str, step: int) -> Path:
-        """Return a directory of the archive with nothing of ``step`` in it, its name durable."""
-        names = [step_name(step), *(path.name for path in self._bin_files(step))]
+        """Return a directory of the archive where nothing is in the way, its name durable.
+
+        What a move that was cut off has moved there already isn't in the way.
+        """
+        sources = (self.path(step), *self._bin_files(step))
+        names = [path.name for path in sources if storage.exists(path)]
         home, number = self.archive / label, 1
         while any(storage.exists(home / name) for name in names):
             number += 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 from dist_ckpt import storage
 from dist_ckpt.canonical import bin_name, parse_step_name, step_name
@@ -15,6 +14,7 @@ from dist_ckpt.errors import (
     DistCkptError,
     NotFoundError,
 )
+from dist_ckpt.generations._pins import PINS_LIMIT_BYTES, PINS_NAME, Pins, parse_pins
 from dist_ckpt.resume_point import (
     INDEX_NAME,
     RESUME_POINT_NAME,
@@ -199,21 +199,27 @@ class StoredGenerations:
     def pins(self) -> Mapping[int, str]:
         """Return step → reason of the pinned generations.
 
+        A pin of a generation that isn't here (any more) doesn't count: another one of its step has
+        a pin of its own. One whose manifest can't be read counts as pinned.
+
         Raises:
-            CorruptFileError: ``pins.json`` isn't an object of step numbers: nobody may guess what
-                was pinned.
+            CorruptFileError: ``pins.json`` can't be understood: nobody may guess what was pinned.
         """
-        path = self.run_dir / "pins.json"
+        pins = self._read_pins()
+        pinned = dict(pins.by_step)
+        for id_, (step, reason) in pins.by_id.items():
+            if storage.exists(self.path(step)) and self._id_or(step, id_) == id_:
+                pinned[step] = reason
+        return pinned
+
+    def _read_pins(self) -> Pins:
+        path = self.run_dir / PINS_NAME
         if not storage.exists(path):
-            return {}
-        body: dict[str, Any] = load_strict_json(
-            storage.read_file(path, limit_bytes=1 << 24), path=path
-        )
-        if wrong := [key for key in body if not (key.isascii() and key.isdigit())]:
-            raise CorruptFileError(
-                f"{path} pins {wrong[0]!r}, which isn't a step number.",
-                next_step="Mend it by hand or move it away; until then nothing is retired.",
-                path=str(path),
-                found=wrong[0],
-            )
-        return {int(step): str(reason) for step, reason in body.items()}
+            return Pins()
+        return parse_pins(storage.read_file(path, limit_bytes=PINS_LIMIT_BYTES), path=path)
+
+    def _id_or(self, step: int, otherwise: str) -> str:
+        try:
+            return self.manifest(step).id
+        except DistCkptError:
+            return otherwise

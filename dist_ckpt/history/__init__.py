@@ -6,10 +6,12 @@ Importing this imports neither torch nor numpy.
 
 from __future__ import annotations
 
+from dist_ckpt.history._branches import Branches, Window, compare_branches
 from dist_ckpt.history._gap import LossGap
 from dist_ckpt.history._history import History, NullHistory
 from dist_ckpt.history._journal import Journal, NullJournal, parse_journal
 from dist_ckpt.history._json_array import strict_loads
+from dist_ckpt.history._lineage import FORKED, Lineage, trace_lineage
 from dist_ckpt.history._loss_file import LossFile
 from dist_ckpt.history._loss_format import (
     MISSING,
@@ -31,6 +33,7 @@ from dist_ckpt.history._readers import (
     read_metrics,
     read_samples,
 )
+from dist_ckpt.history._rejoin import Past, mark_history, read_past, rejoin_history, write_past
 from dist_ckpt.history._replay import ReplayResult, replay_summary
 from dist_ckpt.history._samples import Samples, canonical_samples, parse_samples
 from dist_ckpt.history._sidecars import (
@@ -46,9 +49,12 @@ from dist_ckpt.history._sidecars import (
 
 __all__ = [
     "ABSENT",
+    "FORKED",
     "MISSING",
+    "Branches",
     "History",
     "Journal",
+    "Lineage",
     "LossEntry",
     "LossFile",
     "LossGap",
@@ -56,15 +62,19 @@ __all__ = [
     "Missing",
     "NullHistory",
     "NullJournal",
+    "Past",
     "ReplayResult",
     "RunHistory",
     "Samples",
+    "Window",
     "canonical",
     "canonical_samples",
     "check_metric_names",
+    "compare_branches",
     "encode_settings",
     "encode_state",
     "history_path",
+    "mark_history",
     "parse_journal",
     "parse_loss",
     "parse_metrics",
@@ -77,12 +87,16 @@ __all__ = [
     "read_loss",
     "read_loss_raw",
     "read_metrics",
+    "read_past",
     "read_policy",
     "read_samples",
     "read_state",
+    "rejoin_history",
     "replay_summary",
     "run_name",
     "strict_loads",
+    "trace_lineage",
+    "write_past",
     "write_policy",
     "write_state",
 ]

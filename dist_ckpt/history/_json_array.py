@@ -16,9 +16,16 @@ from dist_ckpt.errors import CorruptFileError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-__all__ = ["EMPTY_ARRAY", "ArrayScan", "encode_append", "scan_array", "strict_loads"]
+__all__ = [
+    "EMPTY_ARRAY",
+    "ArrayScan",
+    "encode_append",
+    "encode_array",
+    "scan_array",
+    "strict_loads",
+]
 
 EMPTY_ARRAY: Final = b"[]"
 _NUM_EARLY_TRIES: Final = 3
@@ -44,6 +51,11 @@ class ArrayScan:
 def encode_append(item: bytes, *, first: bool) -> bytes:
     """Return what one append writes over the closing bracket."""
     return (b"\n" if first else b",\n") + item + b"]"
+
+
+def encode_array(items: Sequence[bytes]) -> bytes:
+    """Return the bytes of a file to which each item was appended."""
+    return b"[" + b",".join(b"\n" + item for item in items) + b"]"
 
 
 def scan_array(

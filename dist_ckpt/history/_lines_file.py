@@ -113,6 +113,11 @@ class LinesFile:
             self._file.close()
             raise
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file, all that was appended included."""
+        return self._file.size
+
     def append(self, line: bytes) -> None:
         """Add one line, its end included, by one write. Not durable before `sync`.
 

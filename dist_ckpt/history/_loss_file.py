@@ -67,6 +67,11 @@ class LossFile:
         return cls(file, CanonicalIndex(steps, losses))
 
     @property
+    def path(self) -> str:
+        """Where it lies."""
+        return self._file.path
+
+    @property
     def num_entries(self) -> int:
         """Entries in the file, void ones included."""
         return self._file.num_items

@@ -97,6 +97,20 @@ class Metrics:
         """
         return cls(LinesFile(path, read_or_none(path), keep_cut=keep_cut))
 
+    @property
+    def path(self) -> str:
+        """Where it lies."""
+        return self._file.path
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file, void lines included."""
+        return self._file.num_bytes
+
+    def repeat(self, line: dict[str, Any]) -> None:
+        """Add a line that `parse_metrics` returned once more. Not durable before `sync`."""
+        self._file.append(encode_line(line))
+
     def append(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add the line of ``step``. Not durable before `sync`.
 

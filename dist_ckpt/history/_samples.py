@@ -112,6 +112,19 @@ class Samples:
         """Samples in the file, void ones included."""
         return self._file.num_items
 
+    @property
+    def path(self) -> str:
+        """Where it lies."""
+        return self._file.path
+
+    def items(self) -> list[dict[str, Any]]:
+        """Return the samples that count, in the order of steps."""
+        return self._read()
+
+    def repeat(self, sample: dict[str, Any]) -> None:
+        """Add a sample that the file has already once more. Not durable before `sync`."""
+        self._write(sample)
+
     def begin(self, step: int) -> None:
         """Don't write samples of later steps again where they come out the same."""
         self._replay = [sample for sample in self._read() if sample["step"] > step]

@@ -1,7 +1,13 @@
-"""What happens to a run between trainings: pivot. Layer 5, under the run's lock; no torch."""
+"""The life of a run: go back, branch off, change policy, bring back, keep and retire. Layer 5.
+
+Each holds the run's lock, can be cut off at any instant and be called again. Importing this imports
+no torch.
+"""
 
 from __future__ import annotations
 
+from dist_ckpt.lifecycle._fork import Forked, Origin, check_fork, find_origin, fork
+from dist_ckpt.lifecycle._hold import hold_open, last_attempt
 from dist_ckpt.lifecycle._pivot import (
     Pivot,
     carry_out_pivot,
@@ -17,17 +23,38 @@ from dist_ckpt.lifecycle._request import (
     remove_request,
     write_request,
 )
+from dist_ckpt.lifecycle._retire import Verdict, judge, retire
+from dist_ckpt.lifecycle._rewind import Rewound, finish_rewind, plan_rewind, rewind
+from dist_ckpt.lifecycle._undelete import Archived, find_archived, list_archived, undelete
 
 __all__ = [
     "REQUEST_FILE",
+    "Archived",
+    "Forked",
+    "Origin",
     "Pivot",
     "PivotRequest",
+    "Rewound",
+    "Verdict",
     "carry_out_pivot",
+    "check_fork",
+    "find_archived",
+    "find_origin",
     "finish_pivot",
+    "finish_rewind",
+    "fork",
+    "hold_open",
+    "judge",
+    "last_attempt",
     "last_pivot",
+    "list_archived",
     "new_request",
     "pivots_of",
+    "plan_rewind",
     "read_request",
     "remove_request",
+    "retire",
+    "rewind",
+    "undelete",
     "write_request",
 ]

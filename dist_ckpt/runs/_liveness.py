@@ -115,6 +115,8 @@ def _ask_lock(run_dir: Path) -> Evidence:
     if holder is None:
         return Evidence("lock", False, f"nobody holds {LOCK_FILE}")
     who = f" by pid {holder['pid']} on {holder.get('host')}" if "pid" in holder else ""
+    if "command" in holder:  # nobody trains: a command is moving things
+        return Evidence("lock", None, f"`dist-ckpt {holder['command']}` holds {LOCK_FILE}{who}")
     return Evidence("lock", True, f"{LOCK_FILE} is held{who}")
 
 

@@ -18,9 +18,9 @@ from dist_ckpt.history import (
 )
 from dist_ckpt.lifecycle import Pivot, pivots_of
 from dist_ckpt.runs._generation import Generation
-from dist_ckpt.runs._places import holds_format, is_run, require_directory
+from dist_ckpt.runs._places import holds_format, is_run, read_run_file, require_directory
 
-__all__ = ["Run", "open_run"]
+__all__ = ["Run", "open_run", "settings_of"]
 
 
 class Run:
@@ -136,6 +136,11 @@ def open_run(path: str | os.PathLike[str]) -> Run:
             path=str(directory),
         )
     return Run(directory, StoredGenerations(directory), run_name(directory), is_single=False)
+
+
+def settings_of(run: Run) -> dict[str, Any]:
+    """Return what ``run.json`` says of the run's last start; empty where it says nothing."""
+    return read_run_file(run.store.run_dir) or {}
 
 
 def _name_of(store: SingleGeneration) -> str:

@@ -20,13 +20,12 @@ from dist_ckpt.generations import GenerationStore
 from dist_ckpt.history import (
     History,
     NullHistory,
-    read_journal,
     read_policy,
     run_name,
     write_policy,
     write_state,
 )
-from dist_ckpt.lifecycle import Pivot, finish_pivot
+from dist_ckpt.lifecycle import Pivot, finish_pivot, last_attempt
 from dist_ckpt.storage import RunLock
 
 __all__ = ["Attempt", "open_attempt"]
@@ -113,10 +112,17 @@ class Attempt:
                 self.lock.release()
 
 
-def open_attempt(run_dir: Path, comm: Comm) -> Attempt:
+def open_attempt(
+    run_dir: Path, comm: Comm, *, settings: Mapping[str, Any] | None = None
+) -> Attempt:
     """Return the run directory, made if need be, locked and cleaned; every rank sees the same one.
 
     Collective, main thread.
+
+    Args:
+        run_dir: The run directory.
+        comm: The job's ranks.
+        settings: More facts for ``run.json``, for commands that ask what the run is told.
 
     Raises:
         LockedError: Another process trains in it; the error names it.
@@ -126,7 +132,7 @@ def open_attempt(run_dir: Path, comm: Comm) -> Attempt:
     with contextlib.ExitStack() as undo:
 
         def start() -> _Started | None:
-            return _start(run_dir, store, comm, undo) if comm.rank == 0 else None
+            return _start(run_dir, store, comm, undo, settings or {}) if comm.rank == 0 else None
 
         started = comm.together("opening the run directory", start)
         facts = json.loads(comm.broadcast(json.dumps(started.facts).encode() if started else None))
@@ -155,7 +161,11 @@ class _Started:
 
 
 def _start(
-    run_dir: Path, store: GenerationStore, comm: Comm, undo: contextlib.ExitStack
+    run_dir: Path,
+    store: GenerationStore,
+    comm: Comm,
+    undo: contextlib.ExitStack,
+    settings: Mapping[str, Any],
 ) -> _Started:
     if storage.exists(run_dir) and not storage.is_dir(run_dir):
         raise ForeignFileError(
@@ -181,7 +191,7 @@ def _start(
     lock.acquire(holder)
     undo.callback(lock.release)
     removed = store.clean()
-    facts = {**holder, "name": name, "attempt": _last_attempt(run_dir) + 1}
+    facts = {**settings, **holder, "name": name, "attempt": last_attempt(run_dir) + 1}
     facts |= {"nonce": secrets.token_hex(8), **_how_started()}
     # Before anything of the run is opened: it goes on from what a pivot leaves.
     pivot = finish_pivot(run_dir, name, facts["attempt"])
@@ -233,16 +243,6 @@ def _require_room_for_names(run_dir: Path, name: str | None = None) -> None:
 def _write_run_file(run_dir: Path, facts: Mapping[str, Any]) -> None:
     data = json.dumps(facts, allow_nan=False).encode()
     storage.replace_durable(run_dir / _RUN_FILE, data)
-
-
-def _last_attempt(run_dir: Path) -> int:
-    attempts = [0]
-    with contextlib.suppress(DistCkptError, ValueError, TypeError, KeyError):
-        body = json.loads(storage.read_file(run_dir / _RUN_FILE, limit_bytes=1 << 20))
-        attempts.append(int(body["attempt"]))
-    with contextlib.suppress(DistCkptError):
-        attempts += [event["attempt"] or 0 for event in read_journal(run_dir)]
-    return max(attempts)
 
 
 def _check_shared(run_dir: Path, facts: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ class Wishes:
         rescue: The newest generation is gone from the disk.
         taken: Another job has the run directory.
         pivot: A request for a pivot came; it waits for the cadence.
+        low_bytes: What the last save needed and the disk didn't have; 0: it had.
     """
 
     stop_signal: int = 0
@@ -40,6 +41,7 @@ class Wishes:
     rescue: int = 0
     taken: int = 0
     pivot: int = 0
+    low_bytes: int = 0
 
     def encode(self) -> list[int]:
         """Return the numbers in a fixed order."""

@@ -18,7 +18,7 @@ from dist_ckpt.resume import Resumed
 from dist_ckpt.service._opening import Trainer, open_session
 from dist_ckpt.service._policy import KeptPolicy
 from dist_ckpt.service._session import Session
-from dist_ckpt.service._settings import Export, Reduce, Resume, Settings, SigUsr1
+from dist_ckpt.service._settings import DiskLow, Export, Reduce, Resume, Settings, SigUsr1
 
 __all__ = ["RUN_DIR_VARIABLE", "Checkpointer"]
 
@@ -60,6 +60,7 @@ class Checkpointer:
         timeout_secs: Limit of every wait between ranks.
         deadline_secs: What a stop may take, from the signal's arrival on any rank.
         reserve_bytes: Free space that a save must leave.
+        disk_low: After a save found no room: ``"stop"`` the run, ``"wait"`` for room, None: go on.
         signals: Which signals are handled.
         stop_exit_code: Exit status after a stop by signal; 75 where a scheduler requeues on
             non-zero.
@@ -97,6 +98,7 @@ class Checkpointer:
         timeout_secs: float = 600.0,
         deadline_secs: float = 25.0,
         reserve_bytes: int = 0,
+        disk_low: DiskLow | None = None,
         signals: Collection[signal.Signals] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
         stop_exit_code: int = 0,
         reduce: Reduce = "rank0",
@@ -111,6 +113,7 @@ class Checkpointer:
             timeout_secs=timeout_secs,
             deadline_secs=deadline_secs,
             reserve_bytes=reserve_bytes,
+            disk_low=disk_low,
             signals=signals,
             stop_exit_code=stop_exit_code,
             reduce=reduce,
@@ -167,7 +170,7 @@ class Checkpointer:
 
     @property
     def stopped(self) -> str | None:
-        """Name of the signal that ended the run, ``"stop"`` after `stop`, ``"pivot"``, or None."""
+        """What ended the run: a signal, ``"stop"``, ``"pivot"``, ``"disk_low"``, or None."""
         return self._session.stopped if self._session else None
 
     @property

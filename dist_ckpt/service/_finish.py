@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from dist_ckpt import storage
+from dist_ckpt import lifecycle
 from dist_ckpt.errors import DistCkptError
 from dist_ckpt.export import export_bin
-from dist_ckpt.generations import is_bad_bytes, plan_bins, plan_retention
+from dist_ckpt.generations import is_bad_bytes, plan_bins
 from dist_ckpt.history import read_journal
 from dist_ckpt.resume_point import shard_name, state_name
 from dist_ckpt.service._job import Saves
@@ -158,14 +158,7 @@ def _answered_late(saves: Saves) -> Iterator[int]:
 
 
 def _retire(saves: Saves) -> None:
-    store = saves.store
-    verified = [step for step in store.steps() if store.verified_at(step) is not None]
-    kept = plan_retention(verified, pinned=store.pins(), retention=saves.settings.retention)
-    for step in verified:
-        if step not in kept:
-            store.retire(step)
-            saves.journal("retired", step=step)
-    for step in plan_bins(kept, retention=saves.settings.retention):
-        if storage.exists(store.bin_path(step)):
-            store.drop_bin(step)
-            saves.journal("bin_retired", step=step)
+    retention = saves.settings.retention
+    if retention.keep_last is None and retention.keep_bins is None:
+        return  # all are kept: nothing needs to be looked at
+    lifecycle.retire(saves.store, lifecycle.judge(saves.store, retention), saves.journal)

@@ -22,7 +22,7 @@ import xxhash
 
 from dist_ckpt import storage
 from dist_ckpt.comm import Comm
-from dist_ckpt.errors import DistCkptError, SaveFailedError
+from dist_ckpt.errors import DistCkptError, NoSpaceError, SaveFailedError
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.layout import Layout
 from dist_ckpt.resume_point import ResumePoint
@@ -128,7 +128,7 @@ def run_job(saves: Saves, job: Job) -> Outcome:
                 lambda all_: _prepare(saves, job, all_),
             )
         )
-        _raise_errors(job, prepared["errors"])
+        _raise_errors(job, prepared)
         temporary = saves.store.directory / prepared["directory"]
         report = _write(saves, job, temporary)
         decided = json.loads(
@@ -138,7 +138,7 @@ def run_job(saves: Saves, job: Job) -> Outcome:
                 lambda all_: _commit(saves, job, Path(temporary or ""), all_, started),
             )
         )
-        _raise_errors(job, decided["errors"])
+        _raise_errors(job, decided)
     except BaseException:
         if comm.rank == 0 and temporary is not None:
             with contextlib.suppress(DistCkptError, OSError):  # the first error is the one to tell
@@ -163,6 +163,7 @@ def _prepare(saves: Saves, job: Job, reports: list[bytes]) -> bytes:
     parsed = [json.loads(report) for report in reports]
     errors = {str(r): p["error"] for r, p in enumerate(parsed) if p["error"] is not None}
     directory = ""
+    low_bytes = 0
     if not errors:
         need = sum(p["num_bytes"] for p in parsed) + len(job.index) + (1 << 20)
         canonical = job.layout.canonical
@@ -176,7 +177,9 @@ def _prepare(saves: Saves, job: Job, reports: list[bytes]) -> bytes:
             directory = saves.store.prepare(job.step, job.id[:8]).name
         except Exception as error:  # noqa: BLE001 - told to every rank
             errors["0"] = told(error)
-    return json.dumps({"errors": errors, "directory": directory}).encode()
+            low_bytes = need if isinstance(error, NoSpaceError) else 0
+    answer = {"errors": errors, "directory": directory, "low_bytes": low_bytes}
+    return json.dumps(answer).encode()
 
 
 def told(error: Exception) -> Told:
@@ -195,7 +198,8 @@ def _write(saves: Saves, job: Job, directory: Path) -> bytes:
         written = job.staged.write(directory, saves.comm.rank)
         storage.sync_dir(directory)
     except Exception as error:  # noqa: BLE001 - told to every rank
-        return json.dumps({"error": told(error), "files": {}}).encode()
+        low_bytes = job.staged.num_bytes if isinstance(error, NoSpaceError) else 0
+        return json.dumps({"error": told(error), "files": {}, "low_bytes": low_bytes}).encode()
     files = {name: digest.to_json() for name, digest in written.files.items()}
     return json.dumps({"error": None, "files": files, "content": written.content}).encode()
 
@@ -239,7 +243,13 @@ def _commit(
             )
             saves.say(f"step {job.step} saved ({', '.join(job.reasons)})")
             _say_stale(saves, job, point, contents)
-    return json.dumps({"errors": errors, "finish": finish, "content": contents}).encode()
+    answer = {
+        "errors": errors,
+        "finish": finish,
+        "content": contents,
+        "low_bytes": sum(p.get("low_bytes", 0) for p in parsed),
+    }
+    return json.dumps(answer).encode()
 
 
 def _content_of(contents: list[str | None]) -> str | None:
@@ -267,7 +277,8 @@ def _leaves_time(job: Job, took: float) -> bool:
     return job.deadline is None or time.monotonic() + took * _VERIFY_SHARE < job.deadline
 
 
-def _raise_errors(job: Job, errors: Mapping[str, Told]) -> None:
+def _raise_errors(job: Job, outcome: Mapping[str, Any]) -> None:
+    errors: Mapping[str, Told] = outcome["errors"]
     if not errors:
         return
     text = "; ".join(f"rank {rank}: {what.removesuffix('.')}" for rank, (what, _) in errors.items())
@@ -279,4 +290,5 @@ def _raise_errors(job: Job, errors: Mapping[str, Told]) -> None:
         ),
         step=job.step,
         cause={rank: what for rank, (what, _) in errors.items()},
+        low_bytes=outcome["low_bytes"],
     )

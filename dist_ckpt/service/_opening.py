@@ -72,7 +72,8 @@ def open_session(trainer: Trainer) -> Session:
 
 
 def _open(trainer: Trainer, comm: Comm, watch: SignalWatch) -> Session:
-    attempt = open_attempt(trainer.run_dir, comm)
+    retention = trainer.settings.retention.to_json()
+    attempt = open_attempt(trainer.run_dir, comm, settings={"retention": retention})
     voice = Voice(attempt.name, comm.rank)
     attempt.warn = voice.warn
     try:

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dist_ckpt import identity, storage
+from dist_ckpt import identity, lifecycle, storage
 from dist_ckpt.capture import Captured
 from dist_ckpt.comm import Comm
 from dist_ckpt.errors import NotFoundError, NoUsableGenerationError, UsageError
-from dist_ckpt.history import read_journal
+from dist_ckpt.history import History, read_journal
 from dist_ckpt.resume import Imported, Resumed, advise_import, import_bin, restore_newest
 from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.service._attempt import Attempt
@@ -96,10 +96,8 @@ def start_run(
         if comm.rank != 0:
             return []
         comparable = _report(attempt, resumed, imported, admitted, comm=comm, voice=voice)
-        words = {"accept": sorted(settings.accepted), "omit": sorted(settings.omitted)}
-        if resumed is not None and any(words.values()):
-            attempt.journal("restored_with", step=resumed.step, **words)
         if resumed is not None:
+            _tell_words(attempt, resumed, settings)
             _look_for_losses(attempt, resumed.point, voice)
         if rewind_to is not None:
             _rewind(attempt, rewind_to, voice)
@@ -113,6 +111,12 @@ def start_run(
     unverified = comm.together("setting aside and journalling", settle)
     told = comm.broadcast(json.dumps(unverified).encode() if comm.rank == 0 else None)
     return Start(resumed, facts, _parent(resumed), tuple(json.loads(told)), imported)
+
+
+def _tell_words(attempt: Attempt, resumed: Resumed, settings: Settings) -> None:
+    words = {"accept": sorted(settings.accepted), "omit": sorted(settings.omitted)}
+    if any(words.values()):
+        attempt.journal("restored_with", step=resumed.step, **words)
 
 
 def _say_unknown(
@@ -287,27 +291,20 @@ def _look_for_losses(attempt: Attempt, point: ResumePoint, voice: Voice) -> None
 
 def _finish_rewind(attempt: Attempt, comm: Comm, voice: Voice) -> None:
     """Rank 0: end a rewind that a crash cut off, or later points would be resumed from."""
-    if comm.rank != 0:
-        return
-    marks = [
-        event
-        for event in read_journal(attempt.store.run_dir)
-        if event["event"] in {"rewind_started", "rewound"}
-    ]
-    if marks and marks[-1]["event"] == "rewind_started":
-        _rewind(attempt, int(marks[-1]["step"]), voice)
+    if comm.rank == 0 and isinstance(attempt.history, History):
+        _say_rewound(lifecycle.finish_rewind(attempt.store, attempt.history), voice)
 
 
 def _rewind(attempt: Attempt, step: int, voice: Voice) -> None:
     """Set later generations aside and make the history end at ``step``."""
-    # Not by `attempt.journal`, which lets a full disk pass: without this mark nothing may move.
-    attempt.history.journal.append("rewind_started", step=step)
-    later = [other for other in attempt.store.steps() if other > step]
-    for other in later:
-        attempt.store.set_aside(other, f"rewind_to_{step:06d}")
-    attempt.history.cut(step)
-    attempt.journal("rewound", step=step, set_aside=later)
-    voice.say(f"went back to step {step}; {len(later)} later generations are in archive/")
+    if isinstance(attempt.history, History):  # rank 0's
+        _say_rewound(lifecycle.rewind(attempt.store, attempt.history, step), voice)
+
+
+def _say_rewound(rewound: lifecycle.Rewound | None, voice: Voice) -> None:
+    if rewound is not None:
+        count = len(rewound.set_aside)
+        voice.say(f"went back to step {rewound.step}; {count} later generations are in archive/")
 
 
 def _parent(resumed: Resumed | None) -> Mapping[str, Any] | None:

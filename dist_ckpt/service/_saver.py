@@ -67,6 +67,8 @@ class Saver:
         self._subject = subject
         self._parent = parent
         self._committed_step = parent["step"] if parent else None
+        #: What the last save needed and the disk didn't have; any thread may read it.
+        self.low_bytes = 0
         self._counter = 0
         self._planner = Planner(captured, saves.comm)
         limit_secs = 2 * saves.settings.timeout_secs
@@ -269,6 +271,7 @@ class Saver:
     def _run(self, job: Job, ticket: Ticket) -> None:
         before = (self._committed_step, self._parent)
         outcome = run_job(self._saves, job)
+        self.low_bytes = 0
         self._committed_step = job.step
         self._parent = {"step": job.step, "id": job.id, "content": outcome.content}
         self.take_failure()  # an earlier save's: this one stands in its place
@@ -280,6 +283,7 @@ class Saver:
             raise _not_whole(job.step)
 
     def _report(self, error: DistCkptError) -> None:
+        self.low_bytes = int(error.values.get("low_bytes", 0))
         self._saves.journal("save_failed", step=error.values.get("step"), error=str(error))
         self._saves.warn(str(error))
 

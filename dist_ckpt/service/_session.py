@@ -13,6 +13,7 @@ from dist_ckpt.lifecycle import REQUEST_FILE, read_request
 from dist_ckpt.resume import Resumed
 from dist_ckpt.service._attempt import Attempt
 from dist_ckpt.service._boundary import PIVOT, Decision, Wishes, decide
+from dist_ckpt.service._disk_low import heed_low_disk
 from dist_ckpt.service._keeper import Keeper
 from dist_ckpt.service._losses import Losses
 from dist_ckpt.service._saver import Saver
@@ -65,6 +66,7 @@ class Session:
         self._pivot: str | None = None
         self._wants_save = False
         self._wants_stop = False
+        self._stop_word = "stop"
         self._rng_is_due = resumed is not None
         self.losses = losses
         self.resumed = resumed
@@ -100,6 +102,7 @@ class Session:
         agreed = self._agree(f"boundary of step {self.step}", redo=redo, rescue=is_rescue)
         if agreed.taken:
             raise self._taken or _taken_elsewhere()
+        agreed = self._heed_disk(agreed)
         decision = decide(
             agreed,
             step=self.step,
@@ -139,7 +142,43 @@ class Session:
         self._taken = error
         self._attempt.abandon()
 
-    def _agree(self, phase: str, *, redo: bool = False, rescue: bool = False) -> Wishes:
+    def _heed_disk(self, agreed: Wishes) -> Wishes:
+        def agree(missing: int, gives_up: bool) -> Wishes:
+            return self._agree("room on the disk", low_bytes=missing, gives_up=gives_up)
+
+        heeded = heed_low_disk(
+            agreed,
+            agree,
+            attempt=self._attempt,
+            settings=self._settings,
+            step=self.step,
+            voice=self._voice,
+        )
+        if heeded.stop and not agreed.stop:
+            self._stop_word = "disk_low"
+        return heeded
+
+    def _save_last_again(self, reasons: tuple[str, ...]) -> None:
+        """Make up for a last save that found no room, once there is some; until a stop comes."""
+        wishes = self._agree("the last save")
+        while wishes.low_bytes:
+            heeded = self._heed_disk(wishes)
+            self._saver.take_failure()
+            self._saver.save(self.step, reasons)
+            self._saver.wait_done()
+            wishes = self._agree("the last save")
+            if heeded.stop or heeded.stop_signal:
+                return
+
+    def _agree(
+        self,
+        phase: str,
+        *,
+        redo: bool = False,
+        rescue: bool = False,
+        low_bytes: int | None = None,
+        gives_up: bool = False,
+    ) -> Wishes:
         watch = self._watch
         if num_usr1 := watch.take_usr1():
             self._usr1_pending += num_usr1 - self._notice_pivot()
@@ -151,11 +190,12 @@ class Session:
             stop_age_ms=age_ms,
             usr1=self._usr1_pending,
             save=int(self._wants_save),
-            stop=int(self._wants_stop),
+            stop=int(self._wants_stop or gives_up),
             redo=int(redo),
             rescue=int(rescue),
             taken=int(self._taken is not None),
             pivot=int(self._pivot is not None),
+            low_bytes=self._saver.low_bytes if low_bytes is None else low_bytes,
         )
         return Wishes.decode(self._comm.agree(mine.encode(), phase=phase))
 
@@ -198,12 +238,14 @@ class Session:
         if agreed.stop_signal:
             self.stopped = signal.Signals(agreed.stop_signal).name
         elif agreed.stop:
-            self.stopped = "stop"
+            self.stopped = self._stop_word
         elif decision.pivots:
             self.stopped = PIVOT
         if self._witness is not None:
             self._witness.end(self.step, self.stopped)
         self._saver.wait_done(deadline)
+        if self._settings.disk_low == "wait" and not agreed.stop_signal:
+            self._save_last_again(decision.reasons)
         if (failure := self._insist(decision.reasons, deadline)) is not None:
             raise failure
         if self.stopped:

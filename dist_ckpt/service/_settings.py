@@ -17,6 +17,7 @@ __all__ = [
     "OMIT_VARIABLE",
     "STOP_AT_VARIABLE",
     "WITNESS_VARIABLE",
+    "DiskLow",
     "Export",
     "Reduce",
     "Resume",
@@ -26,6 +27,7 @@ __all__ = [
 
 Export = Literal["always", "signal", "never"]
 SigUsr1 = Literal["now", "boundary"]
+DiskLow = Literal["stop", "wait"]
 Reduce = Literal["rank0", "mean"]
 Resume = Literal["auto", "never"] | int
 
@@ -51,6 +53,7 @@ class Settings:
     timeout_secs: float = 600.0
     deadline_secs: float = 25.0
     reserve_bytes: int = 0
+    disk_low: DiskLow | None = None
     signals: Collection[signal.Signals] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     stop_exit_code: int = 0
     reduce: Reduce = "rank0"
@@ -73,6 +76,8 @@ class Settings:
         for name, kind in (("export", Export), ("sigusr1", SigUsr1), ("reduce", Reduce)):
             if getattr(self, name) not in get_args(kind):
                 raise _refuse(name, getattr(self, name), f"one of {', '.join(get_args(kind))}")
+        if self.disk_low is not None and self.disk_low not in get_args(DiskLow):
+            raise _refuse("disk_low", self.disk_low, "None, 'stop' or 'wait'")
         is_step = type(self.resume) is int and self.resume >= 0
         if not is_step and self.resume not in ("auto", "never"):
             raise _refuse("resume", self.resume, "'auto', 'never' or a step number")

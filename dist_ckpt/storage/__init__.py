@@ -11,7 +11,7 @@ from dist_ckpt.storage._append import AppendFile
 from dist_ckpt.storage._arena import Arena
 from dist_ckpt.storage._digest import FileDigest, digest_bytes
 from dist_ckpt.storage._forward import Buffers, ForwardReader, ForwardWriter
-from dist_ckpt.storage._link import link_or_copy
+from dist_ckpt.storage._link import link_or_copy, share_file
 from dist_ckpt.storage._lock import RunLock, lock_holder
 from dist_ckpt.storage._names import (
     device_of,
@@ -72,6 +72,7 @@ __all__ = [
     "replace_durable",
     "round_up",
     "sha256_file",
+    "share_file",
     "sync_dir",
     "unlink",
     "use_ops",

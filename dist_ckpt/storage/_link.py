@@ -50,6 +50,44 @@ def link_or_copy(src: Path, dst: Path, *, copy: bool = False) -> Literal["link",
         return "copy"
 
 
+def share_file(src: Path, dst: Path) -> Literal["reflink", "link", "copy"]:
+    """Return how ``dst`` came to have the bytes of ``src``, sharing them where that can be.
+
+    A new file of mode 0400 that shares all blocks (reflink); else a hard link; else a copy. For
+    files that nobody changes: a link is the same file under a second name. What is new is synced,
+    the directory isn't.
+
+    Args:
+        src: A regular file that is never written to again.
+        dst: Must not exist.
+
+    Raises:
+        NotFoundError, ForeignFileError, StorageError, NoSpaceError: As `link_or_copy`.
+    """
+    with open_regular(src) as (src_fd, size):
+        if _reflink(src_fd, dst):
+            return "reflink"
+        if _link(src, dst):
+            return "link"
+        with new_file(dst, mode=0o400, need_bytes=size) as dst_fd:
+            _copy(src_fd, src, dst_fd, dst, size)
+        return "copy"
+
+
+class _NoReflinkError(Exception):
+    """Leaves ``new_file``, so that the empty file goes."""
+
+
+def _reflink(src_fd: int, dst: Path) -> bool:
+    try:
+        with new_file(dst, mode=0o400) as dst_fd:
+            if not _clone(src_fd, dst_fd):
+                raise _NoReflinkError
+    except _NoReflinkError:
+        return False
+    return True
+
+
 def _link(src: Path, dst: Path) -> bool:
     try:
         get_ops().link(src, dst)

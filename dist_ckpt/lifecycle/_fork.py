@@ -1,0 +1,265 @@
+"""Branching off: a new run that begins where another one was at some step. Layer 5, I/O.
+
+The new run is made beside its place under another name and gets its own by one rename, so that it
+is there whole or not at all. The files of a generation never change, so both runs may share them;
+what grows, the history, is a copy of each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from dist_ckpt import storage
+from dist_ckpt.errors import DistCkptError, NotFoundError
+from dist_ckpt.generations import GenerationStore, StoredGenerations
+from dist_ckpt.history import (
+    FORKED,
+    Journal,
+    Past,
+    history_path,
+    read_journal,
+    read_past,
+    run_name,
+    write_past,
+)
+from dist_ckpt.lifecycle._hold import hold_run, open_history
+from dist_ckpt.lifecycle._new_run import (
+    POLICY_LIMIT_BYTES,
+    check_policy,
+    check_target,
+    taken,
+    workshop,
+)
+from dist_ckpt.lifecycle._rewind import finish_rewind, is_rewinding, started_rewind
+from dist_ckpt.resume_point import (
+    INDEX_NAME,
+    RESUME_POINT_NAME,
+    VERIFIED_NAME,
+    ResumePoint,
+    shard_name,
+)
+
+__all__ = ["Forked", "Origin", "check_fork", "find_origin", "fork"]
+
+_POLICY: Final = ".policy.json"
+_STATE: Final = ".state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The generation that a fork begins from.
+
+    Attributes:
+        store: Where it lies.
+        step: Its step.
+        run_dir: The run whose history led to it; None for a generation that lies alone.
+        home: Its directory in that run's ``archive/``, if it lies there.
+    """
+
+    store: StoredGenerations
+    step: int
+    run_dir: Path | None
+    home: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """A run that was branched off.
+
+    Attributes:
+        path: Its directory.
+        step: Where it begins.
+        id: Of the resume point.
+        how: ``"reflink"``, ``"link"``, ``"copy"`` → how many files came so.
+        num_losses: Losses that were carried over.
+        was_there: An earlier call has made it, and nothing has happened in it since.
+    """
+
+    path: Path
+    step: int
+    id: str
+    how: Mapping[str, int]
+    num_losses: int
+    was_there: bool = False
+
+
+def find_origin(store: StoredGenerations, step: int) -> Origin:
+    """Return where a generation belongs: a run, its archive, or nowhere."""
+    path = Path(os.path.abspath(store.path(step)))
+    home = path.parent
+    if home.name == "checkpoints":
+        return Origin(store, step, home.parent)
+    if home.parent.name == "archive" and storage.is_dir(home.parent.parent / "checkpoints"):
+        return Origin(store, step, home.parent.parent, home.name)
+    return Origin(store, step, None)
+
+
+def fork(
+    origin: Origin,
+    target: Path,
+    *,
+    policy: bytes | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Forked:
+    """Have a run in ``target`` that goes on from the origin's step, durable.
+
+    Files of the generation are shared where the file system can. A call that was cut off can be
+    made again.
+
+    Args:
+        origin: Where to branch off; nothing in it is changed.
+        target: The new run directory, whose last component is the run's name; must not exist.
+        policy: Settings of the branch's policy, a JSON object: it starts fresh with them. None:
+            the parent's, and its policy's state.
+        progress: Called with the bytes read since the last call, of a generation that nobody has
+            read back yet.
+
+    Raises:
+        LockedError: A job trains in the origin's run.
+        UsageError: The target is there already, or inside the origin's run.
+        CorruptFileError, NotFoundError: The origin isn't whole.
+        StorageError: The file system refused; nothing of the fork is left.
+    """
+    target = Path(os.path.abspath(target))
+    with _holding(origin):
+        point = origin.store.manifest(origin.step)
+        if storage.exists(target):
+            return _found(target, point)
+        check_target(origin.run_dir, target)
+        check_policy(policy)
+        origin.store.check_files(point)
+        if origin.store.verified_at(origin.step) is None:
+            origin.store.verify(point, progress=progress)
+        with workshop(target) as beside:
+            how = _share_generation(origin, point, GenerationStore(beside))
+            num_losses = _write_sidecars(
+                origin, point, beside, name=target.name, policy=policy, how=how
+            )
+            for directory in (beside / "checkpoints", beside):
+                storage.sync_dir(directory)
+            storage.rename_durable(beside, target)
+    return Forked(target, point.step, point.id, dict(how), num_losses)
+
+
+def check_fork(origin: Origin, target: Path, *, policy: bytes | None = None) -> None:
+    """Return if `fork` would find nothing in its way; the same errors, but for the lock's."""
+    target = Path(os.path.abspath(target))
+    point = origin.store.manifest(origin.step)
+    if storage.exists(target):
+        _found(target, point)
+        return
+    check_target(origin.run_dir, target)
+    check_policy(policy)
+    origin.store.check_files(point)
+
+
+@contextlib.contextmanager
+def _holding(origin: Origin) -> Iterator[None]:
+    if origin.run_dir is None:
+        yield
+        return
+    with hold_run(origin.run_dir, "fork"):
+        if is_rewinding(origin.run_dir):  # of two histories, which is the generation's?
+            with open_history(origin.run_dir) as history:
+                finish_rewind(GenerationStore(origin.run_dir), history)
+        yield
+
+
+def _found(target: Path, point: ResumePoint) -> Forked:
+    """Return the fork that an earlier call has made, untouched since.
+
+    Raises:
+        UsageError: It isn't, so nothing may be put there.
+    """
+    with contextlib.suppress(DistCkptError, KeyError, ValueError):
+        (event,) = read_journal(target)
+        if event["event"] == FORKED and event["id"] == point.id:
+            how, count = event["how"], event["num_losses"]
+            return Forked(target, point.step, point.id, how, count, was_there=True)
+    raise taken(target)
+
+
+def _share_generation(origin: Origin, point: ResumePoint, store: GenerationStore) -> Counter[str]:
+    """Have the generation's files, and its .bin, in the new run; return how they came."""
+    source, target = origin.store.path(point.step), store.path(point.step)
+    storage.make_dir(store.directory)
+    storage.make_dir(target)
+    names = [*point.files, INDEX_NAME, RESUME_POINT_NAME]
+    if origin.store.verified_at(point.step) is not None:
+        names.append(VERIFIED_NAME)
+    how: Counter[str] = Counter(storage.share_file(source / name, target / name) for name in names)
+    storage.sync_dir(target)
+    bin_path = _bin_of(origin)
+    sum_path = bin_path.with_name(f"{bin_path.name}.sha256")
+    if storage.exists(bin_path) and storage.exists(sum_path):
+        new_bin = store.bin_path(point.step)
+        if point.canonical.is_shard:  # the same bytes, so one file of the new run
+            storage.link_or_copy(target / shard_name(0), new_bin)
+        else:
+            how[storage.share_file(bin_path, new_bin)] += 1
+        data = storage.read_file(sum_path, limit_bytes=1 << 16)
+        storage.write_durable(new_bin.with_name(sum_path.name), data, mode=0o600)
+    return how
+
+
+def _bin_of(origin: Origin) -> Path:
+    """Return where the generation's .bin lies or would lie: beside it in archive/."""
+    name = origin.store.bin_path(origin.step).name
+    if origin.run_dir is not None and origin.home is None:
+        return origin.run_dir / name
+    return Path(os.path.abspath(origin.store.path(origin.step))).parent / name
+
+
+def _write_sidecars(
+    origin: Origin,
+    point: ResumePoint,
+    directory: Path,
+    *,
+    name: str,
+    policy: bytes | None,
+    how: Mapping[str, int],
+) -> int:
+    """Have the history up to the fork, its lineage first; return how many losses it has."""
+    past = _past(origin)
+    write_past(directory, name, past)
+    journal = Journal.open(history_path(directory, name, "journal"), 0)
+    try:
+        journal.append(
+            FORKED,
+            step=point.step,
+            id=point.id,
+            run=point.run if origin.run_dir is None else run_name(origin.run_dir),
+            path=str(origin.run_dir or origin.store.path(point.step)),
+            digest=storage.digest_bytes(origin.store.manifest_bytes(point.step)),
+            how=dict(how),
+            num_losses=len(past.loss),
+            policy=policy is not None,
+        )
+    finally:
+        journal.close()
+    if policy is not None:
+        storage.write_durable(directory / f"{name}{_POLICY}", policy, mode=0o600)
+    elif origin.run_dir is not None:
+        parent = run_name(origin.run_dir)
+        for suffix in (_POLICY, _STATE):
+            with contextlib.suppress(NotFoundError):
+                path = origin.run_dir / f"{parent}{suffix}"
+                data = storage.read_file(path, limit_bytes=POLICY_LIMIT_BYTES)
+                storage.write_durable(directory / f"{name}{suffix}", data, mode=0o600)
+    return len(past.loss)
+
+
+def _past(origin: Origin) -> Past:
+    if origin.run_dir is None:
+        return Past([], [], [])
+    mark: Mapping[str, Any] | None = None
+    if origin.home is not None:
+        with contextlib.suppress(NotFoundError):
+            mark = started_rewind(read_journal(origin.run_dir), origin.home)
+    return read_past(origin.run_dir, origin.step, mark)

@@ -1,0 +1,95 @@
+"""The place of a run that is made: checked, worked on beside it, taken at once. Layer 5, I/O."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from dist_ckpt import storage
+from dist_ckpt.canonical import parse_step_name
+from dist_ckpt.errors import DistCkptError, UsageError
+from dist_ckpt.lifecycle._hold import LOCK_NAME
+
+__all__ = ["POLICY_LIMIT_BYTES", "check_policy", "check_target", "taken", "workshop"]
+
+POLICY_LIMIT_BYTES: Final = 1 << 24
+
+
+def check_target(run_dir: Path | None, target: Path) -> None:
+    """Return if ``target`` can be the directory of a run that is branched off from ``run_dir``."""
+    inside = None if run_dir is None else os.path.realpath(run_dir)
+    if inside is not None and Path(os.path.realpath(target)).is_relative_to(inside):
+        raise UsageError(
+            f"{target} is inside the run that it would branch off from.",
+            next_step="Give a directory beside it.",
+            path=str(target),
+        )
+    if parse_step_name(target.name) is not None or not storage.is_dir(target.parent):
+        raise UsageError(
+            f"{target} can't be a run directory: "
+            + (
+                f"{target.parent} isn't a directory."
+                if not storage.is_dir(target.parent)
+                else "its name is a generation's."
+            ),
+            next_step="Give another path; its last component is the new run's name.",
+            path=str(target),
+        )
+
+
+def check_policy(policy: bytes | None) -> None:
+    """Return if these are a policy's settings, or none."""
+    if policy is None:
+        return
+    try:
+        body = json.loads(policy) if len(policy) <= POLICY_LIMIT_BYTES else None
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        raise UsageError(
+            "The policy's file doesn't hold one JSON object.",
+            next_step='Write its settings as {"name": value, …}.',
+        )
+
+
+def taken(target: Path) -> UsageError:
+    """Return the error of a place where something is."""
+    return UsageError(
+        f"{target} is there already; a fork replaces nothing.",
+        next_step="Give another path for the new run.",
+        path=str(target),
+    )
+
+
+@contextlib.contextmanager
+def workshop(target: Path) -> Iterator[Path]:
+    """Give an empty directory beside ``target`` that no other call works in.
+
+    What a call that was cut off left in it is removed; the lock tells such a one from one that
+    works.
+    """
+    beside = target.with_name(f".tmp-fork-{target.name}")
+    storage.make_dir(beside, exist_ok=True)
+    lock = storage.RunLock(beside / LOCK_NAME)
+    holder = {"pid": os.getpid(), "host": socket.gethostname(), "command": "fork"}
+    lock.acquire({**holder, "started": time.time()})
+    try:
+        if storage.exists(target):  # made by the call that held the lock until now
+            raise taken(target)
+        for name in storage.list_names(beside):
+            if name != LOCK_NAME:
+                storage.remove_tree(beside / name)
+        try:
+            yield beside
+        except BaseException:
+            with contextlib.suppress(DistCkptError):  # the first error is the one to tell
+                storage.remove_tree(beside)
+            raise
+    finally:
+        lock.release()

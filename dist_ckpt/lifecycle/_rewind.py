@@ -1,0 +1,124 @@
+"""Going back to an earlier step; nothing is deleted. Layer 5, I/O; the run's lock is held.
+
+The journal's ``rewind_started`` comes first, ``rewound`` last. Whoever finds the one without the
+other ends the rewind before anything else, so that a crash leaves no run between two branches.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from dist_ckpt import storage
+from dist_ckpt.canonical import parse_step_name
+from dist_ckpt.errors import NotFoundError
+from dist_ckpt.generations import GenerationStore, StoredGenerations
+from dist_ckpt.history import History, mark_history, read_journal
+
+__all__ = ["Rewound", "finish_rewind", "is_rewinding", "plan_rewind", "rewind", "started_rewind"]
+
+REWIND_STARTED: Final = "rewind_started"
+REWOUND: Final = "rewound"
+
+
+@dataclass(frozen=True, slots=True)
+class Rewound:
+    """What going back sets aside.
+
+    Attributes:
+        step: Where the run is now.
+        set_aside: Steps of the later generations.
+        bins: Steps of later ``step_N.bin`` files without a generation.
+        home: Their directory in ``archive/``; None where nothing was moved.
+    """
+
+    step: int
+    set_aside: tuple[int, ...]
+    bins: tuple[int, ...] = ()
+    home: str | None = None
+
+
+def plan_rewind(store: StoredGenerations, step: int) -> Rewound:
+    """Return what `rewind` would set aside; reads names only."""
+    later = tuple(other for other in store.steps() if other > step)
+    names = storage.list_names(store.run_dir) if storage.is_dir(store.run_dir) else []
+    found = (parse_step_name(name) for name in names if name.endswith(".bin"))
+    bins = sorted({other for other in found if other is not None and other > step} - {*later})
+    return Rewound(step, later, tuple(bins))
+
+
+def rewind(store: GenerationStore, history: History, step: int) -> Rewound:
+    """Make the run, its history too, end at ``step``. Later points lie in ``archive/`` then.
+
+    All bytes of the history stay; what doesn't count any more is marked.
+
+    Args:
+        store: The run's generations.
+        history: Its history, open.
+        step: A generation of it, which is known to be whole.
+
+    Raises:
+        StorageError: The file system refused. Call `finish_rewind` before anything else.
+    """
+    home = store.new_home(f"rewind_to_{step:06d}")
+    mark: Mapping[str, Any] = mark_history(history)
+    history.journal.append(REWIND_STARTED, step=step, home=home, **mark)
+    return _carry_out(store, history, step, home)
+
+
+def finish_rewind(store: GenerationStore, history: History) -> Rewound | None:
+    """End a rewind that was cut off; None where none was. Later points would be resumed from."""
+    mark = _last_mark(store.run_dir)
+    if mark is None or mark["event"] != REWIND_STARTED:
+        return None
+    step = int(mark["step"])
+    return _carry_out(store, history, step, str(mark.get("home") or f"rewind_to_{step:06d}"))
+
+
+def is_rewinding(run_dir: Path) -> bool:
+    """Return whether a rewind of the run was cut off."""
+    mark = _last_mark(run_dir)
+    return mark is not None and mark["event"] == REWIND_STARTED
+
+
+def _last_mark(run_dir: Path) -> Mapping[str, Any] | None:
+    try:
+        events = read_journal(run_dir)
+    except NotFoundError:
+        return None
+    marks = [event for event in events if event["event"] in {REWIND_STARTED, REWOUND}]
+    return marks[-1] if marks else None
+
+
+def started_rewind(journal: Sequence[Mapping[str, Any]], home: str) -> Mapping[str, Any] | None:
+    """Return the event of the rewind that has filled ``archive/HOME``, None where none has."""
+    marks = (event for event in reversed(journal) if event["event"] == REWIND_STARTED)
+    return next((mark for mark in marks if mark.get("home") == home and "num_losses" in mark), None)
+
+
+def _carry_out(store: GenerationStore, history: History, step: int, home: str) -> Rewound:
+    plan = plan_rewind(store, step)
+    _archive_samples(store, history, step, home)
+    for other in plan.set_aside:
+        store.set_aside(other, home)
+    for other in plan.bins:
+        store.set_bin_aside(other, home)
+    history.cut(step)
+    # Not the plan's: a rewind that was cut off has moved some before.
+    moved = tuple(other for where, other in store.archived() if where == home)
+    history.journal.append(REWOUND, step=step, set_aside=list(moved), home=home)
+    there = storage.exists(store.archive / home)
+    return Rewound(step, moved, plan.bins, home if there else None)
+
+
+def _archive_samples(store: GenerationStore, history: History, step: int, home: str) -> None:
+    """Have the samples that won't count any more beside the generations that they are of."""
+    later = [sample for sample in history.samples.items() if sample["step"] > step]
+    if not later:
+        return
+    path = store.make_home(home) / Path(history.samples.path).name
+    data = ",\n".join(json.dumps(sample, allow_nan=False) for sample in later)
+    storage.replace_durable(path, f"[\n{data}]".encode(), mode=0o400)

@@ -1,0 +1,344 @@
+"""``dist-ckpt fork``, ``rewind``, ``undelete``, ``pin``, ``unpin``, ``prune``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dist_ckpt
+from dist_ckpt.generations import GenerationStore
+from dist_ckpt.history import read_journal, read_loss, read_samples
+from dist_ckpt.lifecycle import hold_open
+from dist_ckpt.storage import use_ops
+from helpers.faulty_ops import Fault, FaultyOps
+from helpers.generating import change_byte
+from helpers.run_dirs import call, ended_run, killed_run, options_of, snapshot_of
+from helpers.trainers import train
+
+
+def steps(run_dir: Path) -> list[int]:
+    return GenerationStore(run_dir).steps()
+
+
+def events(run_dir: Path, event: str) -> list[dict[str, Any]]:
+    return [item for item in read_journal(run_dir) if item["event"] == event]
+
+
+def add_samples(run_dir: Path) -> None:
+    samples = [{"step": step, "loss": 1.0, "text": f"of {step}"} for step in (4, 8, 12)]
+    (run_dir / f"{run_dir.name}.samples.json").write_text(json.dumps(samples))
+
+
+# fork
+
+
+def test_a_fork_shares_its_files_and_carries_lineage_and_losses_up_to_its_step(
+    tmp_path: Path,
+) -> None:
+    """A11: the branch is a run of its own; nothing of the parent changes."""
+    parent, branch = killed_run(tmp_path), tmp_path / "branch"
+    add_samples(parent)
+    (parent / f"{parent.name}.state.json").write_text('{"arms": []}')
+    before = snapshot_of(parent / "checkpoints")
+    called = call("fork", f"{parent}@8", branch, "--json")
+    assert called.status == 0, called.err
+    assert called.json["step"] == 8
+    assert sum(called.json["files"].values()) == 5
+    assert "copy" not in called.json["files"]
+    assert snapshot_of(parent / "checkpoints") == before
+    assert steps(branch) == [8]
+    assert read_loss(branch) == read_loss(parent)[:8]
+    assert [sample["step"] for sample in read_samples(branch)] == [4, 8]
+    assert (branch / "branch.state.json").read_text() == '{"arms": []}'
+    first, *later = read_journal(branch)
+    assert later == []
+    assert (first["event"], first["step"], first["run"]) == ("forked", 8, parent.name)
+    assert first["path"] == str(parent)
+    assert first["digest"].startswith("xxh3_128:")
+    assert call("verify", branch).status == 0
+    assert call("diff", f"{parent}@8", branch).status == 0
+
+
+def test_two_branches_from_the_same_weights_are_compared_from_where_they_part(
+    tmp_path: Path,
+) -> None:
+    """A11: which converges. Own line only: neither run's retention reaches into another."""
+    parent = ended_run(tmp_path)
+    for name in ("b1", "b2"):
+        assert call("fork", f"{parent}@8", tmp_path / name).status == 0
+        assert call("prune", tmp_path / name, "--keep-last", "1").status == 0  # before any save
+        settings = {"keep_last": 1, "accept": ["config.name"]}
+        options = options_of(tmp_path / name, until=11, settings=settings)
+        train(
+            options
+            if name == "b1"
+            else options_of(
+                tmp_path / name, until=11, settings=settings, config={"lr": 0.01, "name": "other"}
+            )
+        )
+        assert steps(tmp_path / name) == [11]
+        assert [event["step"] for event in events(tmp_path / name, "resumed")] == [8]
+    assert steps(parent) == [4, 8, 12]
+    assert call("verify", parent).status == 0
+    path = tmp_path / "b2" / "b2.loss.json"
+    path.write_text(path.read_text().replace("[9, ", "[9, 9"))  # it converges worse
+    called = call("loss", tmp_path / "b1", tmp_path / "b2", "--json")
+    branches = called.json["branches"]
+    assert branches["runs"] == ["b1", "b2"]
+    assert branches["fork_step"] == 8
+    assert (branches["whole"]["first_step"], branches["whole"]["last_step"]) == (9, 11)
+    assert branches["whole"]["lowest"] == "b1"
+    assert "the same up to step 8" in call("loss", tmp_path / "b1", tmp_path / "b2").out
+
+
+def test_a_fork_with_a_policy_starts_the_policy_fresh(tmp_path: Path) -> None:
+    parent, branch = ended_run(tmp_path), tmp_path / "branch"
+    (parent / f"{parent.name}.state.json").write_text('{"arms": []}')
+    (tmp_path / "policy.json").write_text('{"floors": {"a": 0.1}}')
+    assert call("fork", f"{parent}@8", branch, "--policy", tmp_path / "policy.json").status == 0
+    assert (branch / "branch.policy.json").read_text() == '{"floors": {"a": 0.1}}'
+    assert not (branch / "branch.state.json").exists()
+    (tmp_path / "policy.json").write_text("[1]")
+    called = call("fork", f"{parent}@8", tmp_path / "x", "--policy", tmp_path / "policy.json")
+    assert called.status == 2
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_fork_replaces_nothing_and_takes_nothing_that_is_not_whole(tmp_path: Path) -> None:
+    parent = ended_run(tmp_path)
+    (tmp_path / "there").mkdir()
+    assert call("fork", f"{parent}@8", tmp_path / "there", "--json").status == 2
+    assert call("fork", f"{parent}@8", parent / "inside").status == 2
+    assert call("fork", f"{parent}@8", tmp_path / "no" / "parent").status == 2
+    assert call("fork", f"{parent}@9", tmp_path / "new").status == 2
+    generation = parent / "checkpoints" / "step_000008"
+    (generation / "verified.json").unlink()
+    change_byte(generation / "rank_00000.state", 100)
+    called = call("fork", f"{parent}@8", tmp_path / "new")
+    assert called.status == 1
+    assert "was changed" in called.err or "digest" in called.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == [parent.name, "there"]
+
+
+def test_where_the_file_system_can_share_nothing_a_fork_copies(tmp_path: Path) -> None:
+    parent, branch = ended_run(tmp_path), tmp_path / "branch"
+    ops = FaultyOps(
+        Fault("clone", times=None, error="EOPNOTSUPP"), Fault("link", times=None, error="EXDEV")
+    )
+    with use_ops(ops):
+        called = call("fork", f"{parent}@8", branch, "--json")
+    assert called.json["files"] == {"copy": 5}
+    assert ops.struck > 5
+    assert call("verify", branch).status == 0
+    inodes = [os.stat(run / "checkpoints/step_000008/rank_00000.shard").st_ino
+              for run in (parent, branch)]  # fmt: skip
+    assert inodes[0] != inodes[1]
+
+
+# rewind, undelete
+
+
+def test_a_rewind_sets_later_points_and_samples_aside_and_keeps_all_bytes(tmp_path: Path) -> None:
+    """Cases 41 and 52: canonical history ends where the run is, old bytes stay a prefix."""
+    run_dir = killed_run(tmp_path)
+    add_samples(run_dir)
+    loss_path = run_dir / f"{run_dir.name}.loss.json"
+    before = loss_path.read_bytes()
+    dry = call("rewind", f"{run_dir}@4", "-n", "--json")
+    assert dry.json["set_aside"] == [8, 12]
+    assert loss_path.read_bytes() == before
+    called = call("rewind", f"{run_dir}@4", "--json")
+    assert called.status == 0, called.err
+    assert {**dry.json, "archive": called.json["archive"], "dry_run": False} == called.json
+    assert called.json["num_losses"] == 10
+    assert loss_path.read_bytes().startswith(before.rstrip()[:-1])
+    assert [step for step, _ in read_loss(run_dir)] == [1, 2, 3, 4]
+    assert [sample["step"] for sample in read_samples(run_dir)] == [4]
+    home = run_dir / "archive" / called.json["archive"]
+    assert sorted(path.name for path in home.iterdir()) == [
+        f"{run_dir.name}.samples.json",
+        *(f"step_{step:06d}{end}" for step in (8, 12) for end in ("", ".bin", ".bin.sha256")),
+    ]
+    # The run goes on from there, less far than before.
+    train(options_of(run_dir, until=6))
+    assert steps(run_dir) == [4, 6]
+    assert [step for step, _ in read_loss(run_dir)] == list(range(1, 7))
+
+
+def test_a_rewind_wants_a_step_and_a_whole_generation(tmp_path: Path) -> None:
+    run_dir = ended_run(tmp_path)
+    called = call("rewind", run_dir)
+    assert called.status == 2
+    assert "@N" in called.err
+    assert call("rewind", f"{run_dir}@5").status == 2
+    change_byte(run_dir / "checkpoints/step_000004/rank_00000.state", 100)
+    assert call("rewind", f"{run_dir}@4").status == 1
+    assert steps(run_dir) == [4, 8, 12]
+    assert events(run_dir, "rewind_started") == []
+
+
+def test_commands_that_move_things_are_refused_beside_a_live_run(tmp_path: Path) -> None:
+    run_dir = ended_run(tmp_path)
+    with hold_open(run_dir, "training, as it were"):
+        for words in (
+            ["rewind", f"{run_dir}@4"],
+            ["fork", f"{run_dir}@4", tmp_path / "new"],
+            ["undelete", run_dir, "4"],
+            ["prune", run_dir, "--keep-last", "1"],
+        ):
+            called = call(*words, "--json")
+            assert called.status == 2
+            assert called.json["error"]["id"] == "locked"
+            assert called.json["error"]["holder"]["pid"] == os.getpid()
+        assert call("prune", run_dir, "-n").status == 0
+        assert call("pin", f"{run_dir}@4").status == 0
+        # A command that holds the lock is no training: nobody may send it a signal.
+        assert call("save", run_dir).status == 2
+        assert "dist-ckpt training" in call("status", run_dir).out
+    assert steps(run_dir) == [4, 8, 12]
+
+
+def test_what_is_brought_back_has_its_losses_again_unless_another_branch_is_there(
+    tmp_path: Path,
+) -> None:
+    run_dir = ended_run(tmp_path)
+    whole = read_loss(run_dir)
+    assert call("undelete", run_dir).out == "archive/ is empty.\n"
+    assert call("rewind", f"{run_dir}@4").status == 0
+    assert call("undelete", run_dir, "5").status == 2
+    assert call("undelete", run_dir, "8", "-n").status == 0
+    assert steps(run_dir) == [4]
+    assert call("undelete", run_dir, "archive/rewind_to_000004/step_000008").status == 0
+    assert read_loss(run_dir) == whole[:8]
+    assert (run_dir / "step_000008.bin").exists()
+    # Another branch: 12 can't come back beside a 10 that it never went through.
+    settings = {"accept": ["config.name"]}
+    train(options_of(run_dir, until=10, settings=settings, config={"lr": 0.01, "name": "x"}))
+    for what, word in (("12", "another branch"), ("8", "holds no generation")):
+        called = call("undelete", run_dir, what)
+        assert called.status == 2
+        assert word in called.err
+    # A fork of it is the way out, with the losses that it had.
+    archived = run_dir / "archive" / "rewind_to_000004" / "step_000012"
+    assert call("fork", archived, tmp_path / "old").status == 0
+    assert read_loss(tmp_path / "old") == whole
+    change_byte(archived / "rank_00000.state", 100)
+    assert call("rewind", f"{run_dir}@8").status == 0
+    assert call("undelete", run_dir, "rewind_to_000004/step_000012").status == 1
+    assert steps(run_dir) == [4, 8]
+
+
+# pin, prune
+
+
+def test_a_pin_means_one_generation_and_survives_its_way_through_the_archive(
+    tmp_path: Path,
+) -> None:
+    run_dir = ended_run(tmp_path)
+    assert call("pin", f"{run_dir}@8", "--reason", "before the pivot").status == 0
+    assert "before the pivot" in call("ls", run_dir).out
+    assert call("rewind", f"{run_dir}@4").status == 0
+    settings = {"accept": ["config.name"]}
+    train(options_of(run_dir, until=8, settings=settings, config={"lr": 0.01, "name": "x"}))
+    assert steps(run_dir) == [4, 8]
+    assert GenerationStore(run_dir).pins() == {}  # this 8 is another one
+    assert call("rewind", f"{run_dir}@4").status == 0
+    assert call("undelete", run_dir, "rewind_to_000004/step_000008").status == 0
+    assert GenerationStore(run_dir).pins() == {8: "before the pivot"}
+    assert call("unpin", f"{run_dir}@8", "--json").json["was_pinned"]
+    assert GenerationStore(run_dir).pins() == {}
+    assert call("unpin", f"{run_dir}@8", "--json").json["was_pinned"] is False
+
+
+def test_prune_says_of_each_why_it_stays_or_goes_with_the_settings_of_the_run(
+    tmp_path: Path,
+) -> None:
+    run_dir = ended_run(tmp_path)
+    assert call("pin", f"{run_dir}@4", "--reason", "the start").status == 0
+    (run_dir / "checkpoints/step_000008/verified.json").unlink()
+    assert call("prune", run_dir, "-n", "--json").json["settings"] == {
+        "keep_last": 3, "keep_every": None, "keep_bins": None,
+    }  # fmt: skip
+    called = call("prune", run_dir, "-n", "--json", "--keep-last", "1", "--keep-bins", "1")
+    assert [
+        (row["step"], row["keep"], row["reason"], row["bin"]) for row in called.json["generations"]
+    ] == [
+        (4, True, "pinned", "drop"),
+        (8, True, "unverified", "keep"),
+        (12, True, "keep_last", "keep"),
+    ]
+    assert steps(run_dir) == [4, 8, 12]
+    assert call("unpin", f"{run_dir}@4").status == 0
+    called = call("prune", run_dir, "--keep-last", "1")
+    assert "not among the newest 1, not pinned" in called.out
+    assert steps(run_dir) == [8, 12]
+    assert [event["step"] for event in events(run_dir, "retired")] == [4]
+
+
+@pytest.mark.parametrize(
+    "words", [["--keep-last", "0"], ["--keep-last", "-1"], ["--keep-every", "0"],
+              ["--keep-last", "three"], ["--keep-bins", "-1"]],
+)  # fmt: skip
+def test_a_setting_that_would_keep_nothing_is_refused(words: list[str], tmp_path: Path) -> None:
+    """Case 54: a typo in a retention setting must not remove everything."""
+    run_dir = ended_run(tmp_path)
+    called = call("prune", run_dir, *words, "--json")
+    assert (called.status, called.json["error"]["id"]) == (2, "setting")
+    assert steps(run_dir) == [4, 8, 12]
+    assert call("prune", tmp_path).status == 2  # patterns that match nothing: no run at all
+
+
+def test_a_pin_beside_a_live_run_holds_at_once_and_a_stale_higher_step_counts_for_nothing(
+    tmp_path: Path,
+) -> None:
+    """Case 54, and retention across branches: what the run just saved must never look old."""
+    other = ended_run(tmp_path, "other")
+    run = tmp_path / "run"
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with dist_ckpt.Checkpointer(
+        run, model=model, optimizer=optimizer, every=2, keep_last=1, keep_bins=0
+    ) as ckpt:
+        for step in ckpt.steps(8):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            if step == 4:  # 2 is there, and goes when 4 is verified
+                ckpt._opened("test")._saver.wait_done()
+                assert call("pin", f"{run}@2", "--reason", "by hand").status == 0
+                source = other / "checkpoints" / "step_000012"
+                shutil.copytree(source, run / "checkpoints" / "step_000012")
+    assert steps(run) == [2, 8, 12]
+    assert [event["step"] for event in events(run, "retired")] == [4, 6]
+    assert list(run.glob("*.bin")) == []
+    rows = call("prune", run, "-n", "--json").json["generations"]
+    assert [row["reason"] for row in rows] == ["pinned", "keep_last", "other_line"]
+
+
+def test_a_generation_that_is_pinned_while_it_is_being_retired_stays(tmp_path: Path) -> None:
+    run_dir = ended_run(tmp_path)
+    store = GenerationStore(run_dir)
+    holds, told = threading.Event(), threading.Event()
+
+    def pins_late() -> None:
+        with store._holding_pins():
+            holds.set()
+            told.wait(20)
+            pins = store._read_pins().with_pin(4, store.manifest(4).id, "late")
+            from dist_ckpt.generations._pins import encode_pins
+
+            (run_dir / "pins.json").write_bytes(encode_pins(pins))
+
+    thread = threading.Thread(target=pins_late)
+    thread.start()
+    holds.wait(20)
+    threading.Timer(0.1, told.set).start()
+    assert store.retire(4) is False  # waited for the one that pins
+    thread.join(20)
+    assert steps(run_dir) == [4, 8, 12]
