@@ -88,7 +88,7 @@ def test_a_removed_run_directory_is_made_again_and_saved_into_at_once(
     body = _Until(lambda: shutil.rmtree(run.parent), lambda: GenerationStore(run).steps())
     _train(run, 10**6, every=10**6, body=body)
     first = GenerationStore(run).steps()[0]
-    assert 7 < first < body.step
+    assert 7 <= first < body.step  # a slow body may be noticed within itself
     assert GenerationStore(run).manifest(first).reasons == ("rescue",)
     # Losses from the first on: the open files were the only copy.
     assert [step for step, _ in read_loss(run)] == list(range(1, body.step + 1))
@@ -199,7 +199,7 @@ def body_of_two(ctx: RankContext, run: str) -> str:
         if step == 5:
             ckpt.save()
         if step == 7 and ctx.rank == 0:
-            _wait((where / "checkpoints/step_000005/verified.json").exists)
+            _wait(lambda: _events(where, "exported"))
             shutil.rmtree(where)
         if step > 7:
             time.sleep(0.01)
@@ -217,7 +217,7 @@ def test_two_ranks_save_into_the_directory_made_again_and_try_the_last_save_agai
     tmp_path: Path,
 ) -> None:
     run = tmp_path / "run"
-    results = run_ranks(2, body_of_two, str(run))
+    results = run_ranks(2, body_of_two, str(run), timeout=110.0)
     assert [result.value for result in results] == ["SIGTERM 0", "SIGTERM 2"]
     store = GenerationStore(run)
     assert [store.manifest(step).reasons for step in store.steps()] == [("rescue",), ("SIGTERM",)]
