@@ -22,6 +22,8 @@ from helpers.pivoting import ROOT, Options, Training, command, wait_for
 
 SETTINGS = {"floors": {"docs": 2.0}, "ceilings": {"code": 0.25}, "c": 1.0}
 
+pytestmark = pytest.mark.timeout(300)  # starts of real processes, on busy cores
+
 _PIVOT = [sys.executable, "-m", "dist_ckpt", "pivot"]
 
 

@@ -26,7 +26,7 @@ from andrea.bandit import Bandit
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("docs", "docstrings", "code")
-WAIT_SECS = 60.0
+WAIT_SECS = 120.0
 
 
 @dataclasses.dataclass(frozen=True)
