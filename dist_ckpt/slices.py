@@ -6,10 +6,11 @@ Layer 1. Offsets and sizes count elements, byte ranges count bytes, both half-op
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Box", "ByteRange", "Placement", "Role", "TensorSpec", "dtype_size"]
+__all__ = ["Box", "ByteRange", "Placement", "Role", "TensorSpec", "dtype_size", "local_boxes"]
 
 _DTYPE_BYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -38,6 +39,7 @@ class Role(StrEnum):
     EXP_AVG_SQ = "exp_avg_sq"  # second Adam moment, follows its parameter, lies in a shard
     OPTIMIZER = "optimizer"  # any other optimizer tensor: a replica, lies in its owner's .state
     BUFFER = "buffer"  # may differ by rank: each rank keeps its own in its .state
+    SHARED_BUFFER = "shared_buffer"  # a buffer that ranks share (DTensor): as OPTIMIZER
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,27 @@ class Box:
         )
         sizes = tuple(end - start for start, end in zip(offsets, ends, strict=True))
         return None if any(size <= 0 for size in sizes) else Box(offsets, sizes)
+
+
+def local_boxes(boxes: Sequence[Box]) -> list[Box]:
+    """Return where each of a rank's boxes lies in the one local tensor that holds them all.
+
+    They are a grid, as sharding dim by dim makes them: in each dim the local tensor is the boxes'
+    ranges side by side, in the order of the global tensor.
+    """
+    starts: list[dict[int, int]] = []
+    for dim in range(len(boxes[0].sizes) if boxes else 0):
+        ranges = sorted({(box.offsets[dim], box.sizes[dim]) for box in boxes})
+        place: dict[int, int] = {}
+        end = 0
+        for offset, size in ranges:
+            place[offset] = end
+            end += size
+        starts.append(place)
+    return [
+        Box(tuple(place[o] for place, o in zip(starts, box.offsets, strict=True)), box.sizes)
+        for box in boxes
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dist_ckpt.capture._captured import Captured
 from dist_ckpt.capture._parts import check_stateful, load_stateful, state_of
 from dist_ckpt.capture._rng import Generator, encode_rng, restore_rng
+from dist_ckpt.capture._sharding import local_of, parts_of
 from dist_ckpt.capture._values import LiveTensor, Stateful, Structure
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "check_stateful",
     "encode_rng",
     "load_stateful",
+    "local_of",
+    "parts_of",
     "restore_rng",
     "state_of",
 ]

@@ -16,6 +16,7 @@ from dist_ckpt.capture._parts import (
     words_of,
 )
 from dist_ckpt.capture._rng import restore_rng
+from dist_ckpt.capture._sharding import check_held
 from dist_ckpt.capture._tensors import dtype_name
 from dist_ckpt.capture._values import (
     Mismatches,
@@ -23,7 +24,7 @@ from dist_ckpt.capture._values import (
     is_accepted,
 )
 from dist_ckpt.capture._walk import ModelView
-from dist_ckpt.tree import JSON, check_tensor, decode_tree
+from dist_ckpt.tree import JSON, decode_tree
 
 __all__ = ["Captured"]
 
@@ -45,6 +46,7 @@ class Captured(LiveObjects):
         *,
         accept: Collection[str] = (),
         omit: Collection[str] = (),
+        elsewhere: Collection[str] = (),
     ) -> dict[str, torch.Tensor]:
         """Optimizer state exists where it was saved and nowhere else, its values yet to be read.
 
@@ -57,9 +59,12 @@ class Captured(LiveObjects):
             shared: What `shared_values` returned.
             accept: Parts whose difference is accepted, as ``"scaler"``, ``"extra.ema"``.
             omit: Parts that stay as they are here, as ``"optimizer"``, whatever was saved.
+            elsewhere: Names of parameters and buffers that other ranks have and this one hasn't
+                (pipeline stages): what was saved of them is passed over.
 
         Returns:
-            Each key → the live tensor to be filled; any device, maybe not contiguous.
+            Each key → the live tensor to be filled; any device, maybe not contiguous. Of a DTensor
+            this rank fills its part. What this rank doesn't hold is left out.
 
         Raises:
             MismatchError: Names, shapes, dtypes, groups or parts differ. Nothing has changed then.
@@ -67,12 +72,14 @@ class Captured(LiveObjects):
         view = self._view()
         states = self._states(view)
         found = Mismatches()
-        targets = self._match_model(view, keys, found)
-        self._check_shared(view, shared, found, accept, omit)
+        targets = self._match_model(view, keys, found, frozenset(elsewhere))
+        self._check_shared(view, shared, found, accept, omit, elsewhere)
         if "optimizer" in omit:
             found.raise_if_any()
             return targets
-        plan = StatePlan(self._optimizers, view, states, shared["optimizers"], shared["ties"])
+        plan = StatePlan(
+            self._optimizers, view, states, shared["optimizers"], shared["ties"], elsewhere
+        )
         for key, spec in keys.items():
             if key.startswith("optimizer/"):
                 plan.add(key, spec)
@@ -89,15 +96,21 @@ class Captured(LiveObjects):
         found: Mismatches,
         accept: Collection[str],
         omit: Collection[str],
+        elsewhere: Collection[str] = (),
     ) -> None:
         if "optimizer" not in omit:
             for key, optimizer in self._optimizers.items():
                 if key in shared["optimizers"]:
-                    check_groups(key, shared["optimizers"][key], optimizer, view, found)
+                    saved = shared["optimizers"][key]
+                    check_groups(key, saved, optimizer, view, found, elsewhere)
         check_parts(shared["parts"], self._parts(view), found, accept=accept, omit=omit)
 
     def _match_model(
-        self, view: ModelView, keys: Mapping[str, TensorLike], found: Mismatches
+        self,
+        view: ModelView,
+        keys: Mapping[str, TensorLike],
+        found: Mismatches,
+        elsewhere: Collection[str],
     ) -> dict[str, torch.Tensor]:
         live = {
             f"model/{self._specs.component(name)}": tensor
@@ -108,6 +121,7 @@ class Captured(LiveObjects):
             f"model/{self._specs.component(other)}": f"model/{self._specs.component(name)}"
             for other, name in view.aliases.items()
         }
+        others = {f"model/{self._specs.component(name)}" for name in elsewhere}
         targets: dict[str, torch.Tensor] = {}
         filled = set()
         for key, spec in keys.items():
@@ -116,12 +130,13 @@ class Captured(LiveObjects):
             place = kept.get(key, key)
             tensor = live.get(place)
             if tensor is None:
-                found.unexpected.append(key)
+                if place not in others:
+                    found.unexpected.append(key)
                 continue
             if place in filled:
                 found.differ(key, "on its own", f"tied to {place}")
             filled.add(place)
-            check_tensor(tensor, key)
+            check_held(tensor, key)
             here = (dtype_name(tensor.dtype), tuple(tensor.shape))
             if here != (spec.dtype, tuple(spec.shape)):
                 found.differ(key, f"{spec.dtype} {tuple(spec.shape)}", f"{here[0]} {here[1]}")
@@ -130,7 +145,12 @@ class Captured(LiveObjects):
         return targets
 
     def load_shared(
-        self, shared: JSON, *, accept: Collection[str] = (), omit: Collection[str] = ()
+        self,
+        shared: JSON,
+        *,
+        accept: Collection[str] = (),
+        omit: Collection[str] = (),
+        elsewhere: Collection[str] = (),
     ) -> None:
         """Groups, schedulers and scalers hold their saved values.
 
@@ -144,7 +164,7 @@ class Captured(LiveObjects):
         view = self._view()
         found = Mismatches()
         saved, live = shared["parts"], self._parts(view)
-        self._check_shared(view, shared, found, accept, omit)
+        self._check_shared(view, shared, found, accept, omit, elsewhere)
         found.raise_if_any()
         parts = {
             **words_of("scheduler", self._schedulers),
@@ -158,7 +178,8 @@ class Captured(LiveObjects):
         for key, optimizer in self._optimizers.items():
             if "optimizer" in omit:
                 continue
-            self.notes += load_groups(key, shared["optimizers"][key], optimizer, view)
+            entry = shared["optimizers"][key]
+            self.notes += load_groups(key, entry, optimizer, view, elsewhere)
 
     def load_rank(
         self,

@@ -8,7 +8,7 @@ references to them. No step is ever run to make state: hooks would fire, and tra
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -16,8 +16,10 @@ import torch
 from torch.optim import ASGD, Optimizer
 
 from dist_ckpt.capture._optim import OptimizerStates, encode_name, iter_groups, label_of
+from dist_ckpt.capture._sharding import is_sharded
 from dist_ckpt.capture._values import Mismatches, TensorLike
 from dist_ckpt.capture._walk import ModelView
+from dist_ckpt.capture._zero import inner_of, is_zero
 from dist_ckpt.tree import JSON, TORCH_DTYPES, decode_tree
 
 __all__ = ["StatePlan", "check_groups", "load_groups"]
@@ -28,9 +30,17 @@ _HOST_SCALARS = ("step", "mu_product")
 
 
 def check_groups(
-    key: str, saved: JSON, optimizer: Optimizer, view: ModelView, found: Mismatches
+    key: str,
+    saved: JSON,
+    optimizer: Optimizer,
+    view: ModelView,
+    found: Mismatches,
+    elsewhere: Collection[str] = (),
 ) -> None:
-    """Note in ``found`` each group whose parameters aren't those of the saved one in its place."""
+    """Note in ``found`` each group whose parameters aren't those of the saved one in its place.
+
+    Parameters ``elsewhere`` belong to other ranks (pipeline stages), and to their groups.
+    """
     label = label_of("optimizer", key)
     if len(saved["groups"]) != len(optimizer.param_groups):
         found.differ(
@@ -39,7 +49,7 @@ def check_groups(
         return
     pairs = zip(saved["groups"], iter_groups(optimizer, view), strict=True)
     for index, (group, (_, names)) in enumerate(pairs):
-        wanted = sorted(view.kept_name(name) for name in group["params"])
+        wanted = sorted(_here(group["params"], view, elsewhere))
         if wanted != sorted(names):
             only_saved = sorted(set(wanted) - set(names))[:20]
             only_live = sorted(set(names) - set(wanted))[:20]
@@ -50,7 +60,17 @@ def check_groups(
             )
 
 
-def load_groups(key: str, saved: JSON, optimizer: Optimizer, view: ModelView) -> list[str]:
+def _here(names: Sequence[str], view: ModelView, elsewhere: Collection[str]) -> list[str]:
+    return [view.kept_name(name) for name in names if name not in elsewhere]
+
+
+def load_groups(
+    key: str,
+    saved: JSON,
+    optimizer: Optimizer,
+    view: ModelView,
+    elsewhere: Collection[str] = (),
+) -> list[str]:
     """Every group holds the saved values, in place, and its parameters in the saved order.
 
     ``foreach``, ``fused``, ``capturable`` and ``differentiable`` stay as they were built.
@@ -61,7 +81,8 @@ def load_groups(key: str, saved: JSON, optimizer: Optimizer, view: ModelView) ->
     notes = []
     pairs = zip(saved["groups"], iter_groups(optimizer, view), strict=True)
     for index, (entry, (group, names)) in enumerate(pairs):
-        _reorder(group, names, [view.kept_name(name) for name in entry["params"]])
+        if not is_zero(optimizer):  # it has divided its parameters by their present order
+            _reorder(group, names, _here(entry["params"], view, elsewhere))
         for name, value in decode_tree(entry["values"]).items():
             if name in _FLAGS and name in group:
                 if group[name] != value:
@@ -107,6 +128,7 @@ class StatePlan:
         states: What the optimizers hold now; tensors that fit are filled where they are.
         saved: ``shared["optimizers"]``.
         ties: ``shared["ties"]``: tensors that were one object when saved are one again.
+        elsewhere: Names of parameters that only other ranks have.
     """
 
     def __init__(
@@ -116,8 +138,11 @@ class StatePlan:
         states: OptimizerStates,
         saved: Mapping[str, JSON],
         ties: Mapping[str, str],
+        elsewhere: Collection[str] = (),
     ) -> None:
-        self.ties = {self._split(tied, view): first for tied, first in ties.items()}
+        self.elsewhere = frozenset(elsewhere)
+        pairs = [(self._split(tied, view), first) for tied, first in ties.items()]
+        self.ties = {place: first for place, first in pairs if place[0] not in self.elsewhere}
         self.optimizers = optimizers
         self.view = view
         self.states = states
@@ -128,7 +153,11 @@ class StatePlan:
         for key, entry in saved.items():
             self.homes[key] = entry["homes"]
             self.layouts[key] = {frozenset(layout): layout for layout in entry["layouts"]}
-            self.trees.update((view.kept_name(name), tree) for name, tree in entry["trees"].items())
+            self.trees.update(
+                (view.kept_name(name), tree)
+                for name, tree in entry["trees"].items()
+                if name not in self.elsewhere
+            )
         self.groups = {
             id(parameter): group
             for optimizer in optimizers.values()
@@ -138,9 +167,10 @@ class StatePlan:
         self.new: list[tuple[Optimizer, torch.nn.Parameter, dict[Any, Any] | None]] = []
 
     def add(self, key: str, spec: TensorLike) -> None:
-        """Note one saved tensor ``optimizer/<name>/<path>``."""
+        """Note one saved tensor ``optimizer/<name>/<path>``; other ranks' are passed over."""
         name, path = self._split(key, self.view)
-        self.paths[name][path] = (key, spec)
+        if name not in self.elsewhere:
+            self.paths[name][path] = (key, spec)
 
     def check(self, stateless: Sequence[str], found: Mismatches) -> None:
         """Note in ``found`` state without a live parameter, and parameters without saved state.
@@ -169,16 +199,21 @@ class StatePlan:
     def build(self) -> dict[str, torch.Tensor]:
         """Return key → tensor to be filled, of the state that `apply` will put in place.
 
-        Nothing live has changed when this returns.
+        Of parameters whose state another rank keeps there is none. Nothing live has changed when
+        this returns.
         """
         targets: dict[str, torch.Tensor] = {}
         parts: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+        held = self.states.held
         for name, paths in self.paths.items():
-            for path, (key, spec) in paths.items():
+            for path, (key, spec) in paths.items() if name in held else ():
                 parts[name][path] = targets[key] = self._target(name, path, spec)
         for (name, path), first in self.ties.items():
-            parts[name][path] = targets[first]
+            if name in held:
+                parts[name][path] = targets[first]
         for name, owner in self.states.owners.items():
+            if name not in held:
+                continue
             found = name in parts or name in self.trees
             state = self._state(name, owner, parts[name]) if found else None
             self.new.append((self.optimizers[owner], self.view.parameters[name], state))
@@ -193,9 +228,9 @@ class StatePlan:
         """Every live parameter has the state that was built, or none."""
         for optimizer, parameter, state in self.new:
             if state is None:
-                optimizer.state.pop(parameter, None)
+                inner_of(optimizer).state.pop(parameter, None)
             else:
-                optimizer.state[parameter] = state
+                inner_of(optimizer).state[parameter] = state
 
     def _target(self, name: str, path: str, spec: TensorLike) -> torch.Tensor:
         dtype = TORCH_DTYPES[spec.dtype]
@@ -209,8 +244,13 @@ class StatePlan:
         if shape and shape == tuple(parameter.shape):
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         owner = self.states.owners[name]
+        if shape and is_sharded(parameter):
+            # As torch makes it there: Adafactor's rows and columns are whole on every rank.
+            whole: torch.Tensor = parameter.detach().new_empty(shape, dtype=dtype)
+            return whole
         group = self.groups[id(parameter)]
-        on_host = lies_on_host(path, group, self.optimizers[owner], self.homes.get(owner, {}))
+        optimizer = inner_of(self.optimizers[owner])
+        on_host = lies_on_host(path, group, optimizer, self.homes.get(owner, {}))
         return torch.empty(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
 
     def _state(self, name: str, owner: str, tensors: dict[str, torch.Tensor]) -> dict[Any, Any]:

@@ -34,6 +34,7 @@ from dist_ckpt.capture._values import (
     Structure,
 )
 from dist_ckpt.capture._walk import ModelView, check_view, view_models
+from dist_ckpt.capture._zero import inner_of
 from dist_ckpt.errors import UsageError
 from dist_ckpt.slices import TensorSpec
 from dist_ckpt.tree import JSON
@@ -204,7 +205,7 @@ class LiveObjects:
     def _parts(self, view: ModelView) -> dict[str, str | None]:
         scalers = words_of("scaler", self._scalers)
         return {
-            **words_of("optimizer", {k: type(o).__name__ for k, o in self._optimizers.items()}),
+            **words_of("optimizer", {k: type(inner_of(o)).__name__ for k, o in self._optimizers.items()}),
             **words_of("scheduler", {k: stateful_kind(s) for k, s in self._schedulers.items()}),
             **{w: "enabled" if state_of(w, s) else "disabled" for w, s in scalers.items()},
             **dict.fromkeys(self._all_holders(view)),

@@ -16,6 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from dist_ckpt.capture._walk import ModelView
+from dist_ckpt.capture._zero import check_zero, held_ids, inner_of, is_zero
 from dist_ckpt.errors import UnsupportedValueError
 from dist_ckpt.tree import JSON, encode_tree
 
@@ -47,11 +48,14 @@ class OptimizerStates:
         by_param: Parameter name → its state; parameters without state are left out.
         owners: Parameter name → key of the optimizer that updates it.
         ties: Key of a tensor that is the same object as an earlier one → that one's key.
+        held: Names of the parameters whose state this rank keeps: all that have an owner, but with
+            ZeroRedundancyOptimizer.
     """
 
     by_param: dict[str, ParamState] = field(default_factory=dict)
     owners: dict[str, str] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
+    held: set[str] = field(default_factory=set)
 
 
 def encode_name(name: str) -> str:
@@ -74,13 +78,14 @@ def read_states(optimizers: Mapping[str, Optimizer], view: ModelView) -> Optimiz
     states = OptimizerStates()
     for key, optimizer in optimizers.items():
         _claim(states.owners, key, optimizer, view)
+        states.held.update(view.names[number] for number in held_ids(optimizer))
     for key, optimizer in optimizers.items():
         _check_state_keys(states.owners, key, optimizer, view)
     seen: dict[int, str] = {}
     for name, parameter in view.parameters.items():
         owner = states.owners.get(name)
         # `.get`: looking a missing key up creates one.
-        state = None if owner is None else optimizers[owner].state.get(parameter)
+        state = None if owner is None else inner_of(optimizers[owner]).state.get(parameter)
         if owner is None or _is_empty(state):
             continue
         found = _read_state(owner, state, f"{label_of('optimizer', owner)}/{encode_name(name)}")
@@ -107,15 +112,15 @@ def _claim(owners: dict[str, str], key: str, optimizer: Optimizer, view: ModelVi
         _refuse(
             label_of("optimizer", key),
             f"holds {len(strangers)} parameters that the model doesn't have, of shapes {shapes}",
-            "Was it built before the model was wrapped, moved or replaced? Build it from the "
-            "parameters of the model that is given here.",
+            "Was it built before the model was sharded (fully_shard, parallelize_module), moved or "
+            "replaced? Build it from the parameters of the model that is given here.",
         )
 
 
 def _check_state_keys(
     owners: Mapping[str, str], key: str, optimizer: Optimizer, view: ModelView
 ) -> None:
-    states: Mapping[Any, Any] = optimizer.state
+    states: Mapping[Any, Any] = inner_of(optimizer).state
     for owner, state in states.items():
         if isinstance(owner, torch.Tensor):
             name = view.names.get(id(owner), f"a tensor of shape {tuple(owner.shape)}")
@@ -211,7 +216,7 @@ def encode_optimizer(
                 if tensor.shape != parameter.shape:
                     homes[path] = "host" if tensor.device.type == "cpu" else "device"
     return {
-        "kind": type(optimizer).__name__,
+        "kind": type(inner_of(optimizer)).__name__,
         "groups": groups,
         "layouts": [list(layout) for layout in layouts],
         "homes": homes,
@@ -228,12 +233,9 @@ def check_optimizer(key: str, optimizer: Any) -> None:
     label = label_of("optimizer", key)
     if not isinstance(optimizer, Optimizer):
         _refuse(label, f"is a {type(optimizer).__name__}", "Give a torch.optim.Optimizer.")
-    if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
-        _refuse(
-            label,
-            "is a ZeroRedundancyOptimizer: sharded optimizer state is not supported yet",
-            "Use a plain optimizer.",
-        )
+    if is_zero(optimizer):
+        check_zero(label, optimizer)
+        optimizer = inner_of(optimizer)
     if type(optimizer).state_dict is not Optimizer.state_dict:
         more = sorted(set(optimizer.state_dict()) - {"state", "param_groups"})
         if more:

@@ -8,10 +8,11 @@ import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from dist_ckpt.capture._optim import OptimizerStates, ParamState, encode_name
+from dist_ckpt.capture._sharding import boxes_of, check_held, is_sharded, local_of
 from dist_ckpt.capture._values import LiveTensor
 from dist_ckpt.capture._walk import ModelView
-from dist_ckpt.slices import Box, Role, TensorSpec
-from dist_ckpt.tree import check_tensor
+from dist_ckpt.capture._zero import inner_of
+from dist_ckpt.slices import Role, TensorSpec
 
 __all__ = ["SpecCache", "dtype_name", "list_tensors", "predict_states"]
 
@@ -26,11 +27,11 @@ class SpecCache:
 
     def __init__(self, *, check: bool = True) -> None:
         self._check = check
-        self._specs: dict[str, tuple[TensorSpec, type, torch.dtype, torch.Size, bool]] = {}
+        self._specs: dict[str, tuple[TensorSpec, object, torch.dtype, torch.Size, bool]] = {}
         self._names: dict[str, str] = {}
 
     def live(self, key: str, role: Role, tensor: torch.Tensor, param: str | None) -> LiveTensor:
-        """Return ``tensor`` with its spec, detached.
+        """Return ``tensor`` with its spec, detached; of a DTensor this rank's part.
 
         Raises:
             UnsupportedValueError: It can't be kept; the path is its key.
@@ -38,27 +39,26 @@ class SpecCache:
         known = self._specs.get(key)
         if (
             known is None
-            or known[1] is not type(tensor)
+            or known[1] is not _kind_of(tensor)
             or known[2] is not tensor.dtype
             or known[0].role is not role
             or known[3] != tensor.shape
         ):
             known = self._specs[key] = self._describe(key, role, tensor, param)
         if known[4] or tensor.requires_grad:
-            tensor = tensor.detach()
-            if type(tensor) is not torch.Tensor:
-                tensor = tensor.as_subclass(torch.Tensor)
+            tensor = local_of(tensor)
         return LiveTensor(known[0], tensor)
 
     def _describe(
         self, key: str, role: Role, tensor: torch.Tensor, param: str | None
-    ) -> tuple[TensorSpec, type, torch.dtype, torch.Size, bool]:
+    ) -> tuple[TensorSpec, object, torch.dtype, torch.Size, bool]:
         if self._check:
-            check_tensor(tensor, key)
-        sizes = tuple(tensor.shape)
-        spec = TensorSpec(key, role, dtype_name(tensor.dtype), sizes, (Box.whole(sizes),), param)
-        cls = type(tensor)
-        return spec, cls, tensor.dtype, tensor.shape, cls is not torch.Tensor
+            check_held(tensor, key)
+        boxes = boxes_of(tensor, key)
+        dtype = dtype_name(tensor.dtype)
+        spec = TensorSpec(key, role, dtype, tuple(tensor.shape), boxes, param)
+        is_plain = type(tensor) is torch.Tensor
+        return spec, _kind_of(tensor), tensor.dtype, tensor.shape, not is_plain
 
     def component(self, name: str) -> str:
         """Return ``encode_name(name)``."""
@@ -66,6 +66,14 @@ class SpecCache:
         if found is None:
             found = self._names[name] = encode_name(name)
         return found
+
+
+def _kind_of(tensor: torch.Tensor) -> object:
+    """Return what a known spec hangs on: the type, of a DTensor the very object of its placement.
+
+    That object stays the same while nobody redistributes the tensor, and comparing it is free.
+    """
+    return getattr(tensor, "_spec", None) or type(tensor)
 
 
 def list_tensors(view: ModelView, states: OptimizerStates, specs: SpecCache) -> list[LiveTensor]:
@@ -93,7 +101,12 @@ def list_tensors(view: ModelView, states: OptimizerStates, specs: SpecCache) -> 
             elif prefix + path not in states.ties:
                 others.append(specs.live(prefix + path, Role.OPTIMIZER, tensor, name))
     buffers = [
-        specs.live(f"model/{specs.component(name)}", Role.BUFFER, buffer, None)
+        specs.live(
+            f"model/{specs.component(name)}",
+            Role.SHARED_BUFFER if is_sharded(buffer) else Role.BUFFER,
+            buffer,
+            None,
+        )
         for name, buffer in view.buffers.items()
     ]
     return [*weights, *firsts, *seconds, *others, *buffers]
@@ -102,7 +115,7 @@ def list_tensors(view: ModelView, states: OptimizerStates, specs: SpecCache) -> 
 def predict_states(
     view: ModelView, states: OptimizerStates, optimizers: Mapping[str, Optimizer]
 ) -> OptimizerStates | None:
-    """Return the states as they will be after the first update, new tensors as empty placeholders.
+    """Return the states as they will be after the first update, new tensors as placeholders.
 
     A parameter that requires a gradient is taken to get one. None where a parameter has no state
     yet and its optimizer is neither of Adam's kind nor SGD.
@@ -119,15 +132,15 @@ def predict_states(
             by_param[name] = states.by_param[name]
             continue
         owner = states.owners.get(name)
-        if owner is None or not parameter.requires_grad:
+        if owner is None or name not in states.held or not parameter.requires_grad:
             continue
         group = groups[id(parameter)]
-        optimizer = optimizers[owner]
-        shaped = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        optimizer = inner_of(optimizers[owner])
+        shaped = parameter  # nothing but its shape, dtype and placement is looked at
         if isinstance(optimizer, Adam | AdamW):
             wide = torch.get_default_dtype() is torch.float64 and not group["fused"]
-            tensors = {
-                "step": shaped.new_empty((), dtype=torch.float64 if wide else torch.float32),
+            tensors: dict[str, torch.Tensor] = {
+                "step": torch.empty((), dtype=torch.float64 if wide else torch.float32, device="meta"),
                 "exp_avg": shaped,
                 "exp_avg_sq": shaped,
             }
@@ -139,4 +152,4 @@ def predict_states(
             return None
         if tensors:
             by_param[name] = ParamState(owner, tensors)
-    return OptimizerStates(by_param, states.owners, states.ties)
+    return OptimizerStates(by_param, states.owners, states.ties, states.held)

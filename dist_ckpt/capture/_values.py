@@ -48,7 +48,9 @@ class LiveTensor:
 
     Attributes:
         spec: Its key, role, dtype, shape and boxes.
-        tensor: Detached, sharing memory with the live object; any device, maybe not contiguous.
+        tensor: What this rank holds of it: the boxes of ``spec``, side by side where there are
+            several. Detached, sharing memory with the live object; any device, maybe not
+            contiguous.
     """
 
     spec: TensorSpec

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from dist_ckpt.capture._sharding import check_held
 from dist_ckpt.errors import UnsupportedValueError
-from dist_ckpt.tree import check_tensor
 
 __all__ = ["ModelView", "view_models"]
 
@@ -32,10 +32,6 @@ _WRAPPERS = (
         "_checkpoint_wrapped_module",
     ),
 )
-_SHARDED = {
-    "FullyShardedDataParallel": "FSDP1 (FullyShardedDataParallel) is not supported",
-    "FSDPModule": "sharded parameters are not supported yet",
-}
 
 
 @dataclass(slots=True)
@@ -64,8 +60,11 @@ class ModelView:
 def view_models(models: Mapping[str, nn.Module]) -> ModelView:
     """Return the tensors of all models; names are prefixed ``KEY.`` unless the key is empty.
 
+    Modules of FSDP2 are resharded: after a forward without gradients they hold whole parameters
+    that no optimizer knows.
+
     Raises:
-        UnsupportedValueError: Sharded parameters, FSDP1, or a tensor that can't be kept, by name.
+        UnsupportedValueError: FSDP1, or two tensors of one name.
     """
     view = ModelView()
     walk = _Walk(view)
@@ -79,12 +78,15 @@ class _Walk:
         self.view = view
         self.seen: set[int] = set()
         self.kinds: dict[type, str | None] = {}
+        self.fsdp: set[type] = set()
 
     def visit(self, module: nn.Module, prefix: str, parents: tuple[int, ...]) -> None:
         view = self.view
         if id(module) in parents:
             _refuse(prefix[:-1], "is a module that contains itself")
         inner = self.inner_name(module, prefix)
+        if type(module) in self.fsdp:
+            module.reshard()  # type: ignore[operator]
         for local, parameter in module._parameters.items():  # noqa: SLF001
             if parameter is not None:
                 self.keep(view.parameters, prefix + local, parameter)
@@ -104,9 +106,15 @@ class _Walk:
         """Return which child of ``module`` is what it wraps, or None for a module of the user."""
         cls = type(module)
         if cls not in self.kinds:
-            for base in cls.__mro__:
-                if base.__name__ in _SHARDED and base.__module__.startswith("torch.distributed"):
-                    _refuse(prefix[:-1] or "the model", f"is sharded: {_SHARDED[base.__name__]}")
+            if _is_a(cls, "FullyShardedDataParallel"):
+                raise UnsupportedValueError(
+                    f"{prefix[:-1] or 'The model'} is wrapped by FSDP1 (FullyShardedDataParallel), "
+                    "which flattens parameters beyond recognition.",
+                    next_step="Use FSDP2: torch.distributed.fsdp.fully_shard.",
+                    path=prefix[:-1],
+                )
+            if _is_a(cls, "FSDPModule"):
+                self.fsdp.add(cls)
             self.kinds[cls] = _wrapped_attribute(cls)
         return self.kinds[cls]
 
@@ -120,6 +128,13 @@ class _Walk:
             return
         view.names[id(tensor)] = name
         group[name] = tensor
+
+
+def _is_a(cls: type, name: str) -> bool:
+    return any(
+        base.__name__ == name and base.__module__.startswith("torch.distributed")
+        for base in cls.__mro__
+    )
 
 
 def _wrapped_attribute(cls: type) -> str | None:
@@ -143,7 +158,7 @@ def check_view(view: ModelView, models: Mapping[str, nn.Module]) -> None:
     """
     for group in (view.parameters, view.buffers):
         for name, tensor in group.items():
-            check_tensor(tensor, f"model/{name}")
+            check_held(tensor, f"model/{name}")
     for key, model in models.items():
         for name, module in model.named_modules(prefix=key):
             _check_state_dict(module, name)
@@ -166,7 +181,6 @@ def _check_state_dict(module: nn.Module, name: str) -> None:
 def _refuse(path: str, what: str) -> NoReturn:
     raise UnsupportedValueError(
         f"{path} {what}.",
-        next_step="Train with DistributedDataParallel or without a wrapper, and keep state in "
-        "parameters, persistent buffers or get_extra_state().",
+        next_step="Keep state in parameters, persistent buffers or get_extra_state().",
         path=path,
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dist_ckpt.canonical import HEADER_BYTES, MAX_PARAMS
 from dist_ckpt.errors import MismatchError
-from dist_ckpt.layout._share import share_weights
+from dist_ckpt.layout._share import Cuts, share_tensors
 from dist_ckpt.resume_point import Canonical, shard_name, state_name
 from dist_ckpt.slices import Box, ByteRange, Placement, Role, TensorSpec, dtype_size
 from dist_ckpt.snapshot_index import IndexedTensor
@@ -68,20 +68,26 @@ class Layout:
     canonical: Canonical
 
 
-def plan_layout(ranks: Sequence[Sequence[TensorSpec]]) -> Layout:
+def plan_layout(
+    ranks: Sequence[Sequence[TensorSpec]], order: Sequence[str] | None = None
+) -> Layout:
     """Return who writes what.
 
     Args:
         ranks: Every rank's own specs, by rank, each in capture's order: weights, first moments,
             second moments, other optimizer tensors, buffers.
+        order: Names of all parameters in the order of the canonical file; None takes the order in
+            which the ranks have them, which makes one only where each rank has all.
 
     Raises:
-        MismatchError: Two ranks hold a tensor of one key with different shapes, dtypes or roles.
+        MismatchError: Two ranks hold a tensor of one key with different shapes, dtypes or roles;
+            the ranks' boxes of a tensor don't make it up; ``order`` lacks a parameter.
     """
-    merged = _merge(ranks)
+    merged = _in_order(_merge(ranks), order)
     weights = [spec for spec in merged.values() if spec.role is Role.WEIGHT]
-    cuts = share_weights(weights, ranks, _bytes_by_param(merged))
-    canonical = _canonical(merged, weights, num_ranks=len(ranks))
+    cuts = share_tensors(merged, ranks)
+    has_order = order is not None or _all_have_all(weights, ranks)
+    canonical = _canonical(merged, weights, num_ranks=len(ranks), has_order=has_order)
     shards = [_Packer(start=HEADER_BYTES if canonical.is_shard else 0) for _ in ranks]
     zeros = _fill_shards(shards, merged, cuts, weights if canonical.is_shard else None)
     states = [_Packer(align=STATE_ALIGN) for _ in ranks]
@@ -99,13 +105,45 @@ def plan_layout(ranks: Sequence[Sequence[TensorSpec]]) -> Layout:
     return Layout(plans, _index(merged, plans), canonical)
 
 
-_Cuts = Mapping[str, Sequence[tuple[int, Box]]]
+#: The order of files and listings.
+_ROLES = (*_IN_SHARD, Role.OPTIMIZER, Role.SHARED_BUFFER, Role.BUFFER)
+
+
+def _in_order(
+    merged: Mapping[str, TensorSpec], order: Sequence[str] | None
+) -> dict[str, TensorSpec]:
+    """Return the specs by role, in each role in the order of the parameters."""
+    weights = [spec.param or "" for spec in merged.values() if spec.role is Role.WEIGHT]
+    places = {name: place for place, name in enumerate(weights if order is None else order)}
+    missing = [name for name in weights if name not in places]
+    if missing:
+        shown = ", ".join(missing[:20])
+        raise MismatchError(
+            f"order= lacks {len(missing)} of {len(weights)} parameters: {shown}.",
+            next_step="Give the names of all ranks' parameters, in the order of the whole model.",
+            missing=missing,
+        )
+    buffers = {Role.BUFFER: len(_ROLES), Role.SHARED_BUFFER: len(_ROLES)}  # as the model has them
+    rank_of = {role: number for number, role in enumerate(_ROLES)} | buffers
+
+    def place(item: tuple[str, TensorSpec]) -> tuple[int, int]:
+        spec = item[1]
+        return rank_of[spec.role], 0 if spec.param is None else places[spec.param]
+
+    return dict(sorted(merged.items(), key=place))
+
+
+def _all_have_all(
+    weights: Sequence[TensorSpec], ranks: Sequence[Sequence[TensorSpec]]
+) -> bool:
+    counts = (sum(spec.role is Role.WEIGHT for spec in specs) for specs in ranks)
+    return all(count == len(weights) for count in counts)
 
 
 def _fill_shards(
     shards: Sequence[_Packer],
     merged: Mapping[str, TensorSpec],
-    cuts: _Cuts,
+    cuts: Cuts,
     fill_for: Sequence[TensorSpec] | None,
 ) -> list[ByteRange]:
     """Put weights and moments into the shards; return where zeros stand for absent moments."""
@@ -115,7 +153,7 @@ def _fill_shards(
             if isinstance(spec, _Absent):
                 zeros.append(shards[0].skip(spec.num_bytes))
                 continue
-            for rank, box in cuts[spec.param or ""]:
+            for rank, box in cuts[spec.key]:
                 shards[rank].add(spec, box)
     return zeros
 
@@ -123,17 +161,15 @@ def _fill_shards(
 def _fill_states(
     states: Sequence[_Packer],
     merged: Mapping[str, TensorSpec],
-    cuts: _Cuts,
+    cuts: Cuts,
     ranks: Sequence[Sequence[TensorSpec]],
 ) -> None:
-    """Put the other optimizer tensors with their parameters' owners, and buffers with all ranks."""
-    shapes = {spec.param: spec.shape for spec in merged.values() if spec.role is Role.WEIGHT}
-    for spec in merged.values():
-        if spec.role is Role.OPTIMIZER:
-            parts = cuts[spec.param or ""]
-            follows = spec.shape == shapes[spec.param]
-            for rank, box in parts if follows else ((parts[0][0], Box.whole(spec.shape)),):
-                states[rank].add(spec, box)
+    """Put what ranks share with those that write it, and each rank's own buffers with itself."""
+    for role in (Role.OPTIMIZER, Role.SHARED_BUFFER):
+        for spec in merged.values():
+            if spec.role is role:
+                for rank, box in cuts[spec.key]:
+                    states[rank].add(spec, box)
     for rank, specs in enumerate(ranks):
         for spec in specs:
             if spec.role is Role.BUFFER:
@@ -197,17 +233,12 @@ def _merge(ranks: Sequence[Sequence[TensorSpec]]) -> dict[str, TensorSpec]:
     return merged
 
 
-def _bytes_by_param(merged: Mapping[str, TensorSpec]) -> dict[str, int]:
-    """Return parameter name → bytes of its weight and of everything that follows it."""
-    total: dict[str, int] = {}
-    for spec in merged.values():
-        if spec.param is not None:
-            total[spec.param] = total.get(spec.param, 0) + spec.num_bytes
-    return total
-
-
 def _canonical(
-    merged: Mapping[str, TensorSpec], weights: Sequence[TensorSpec], *, num_ranks: int
+    merged: Mapping[str, TensorSpec],
+    weights: Sequence[TensorSpec],
+    *,
+    num_ranks: int,
+    has_order: bool,
 ) -> Canonical:
     moments: dict[str | None, set[Role]] = {}
     others: dict[str | None, str] = {}
@@ -221,7 +252,9 @@ def _canonical(
     in_shard = [spec for spec in merged.values() if spec.role in _IN_SHARD]
     num_params = sum(spec.numel for spec in weights)
     refused = None
-    if num_params > MAX_PARAMS:
+    if not has_order:
+        refused = "ranks have different parameters, and no order= says how they follow each other"
+    elif num_params > MAX_PARAMS:
         refused = f"{num_params} parameters are more than an int32 counts ({MAX_PARAMS})"
     elif wide := [spec for spec in in_shard if spec.dtype not in _NARROW]:
         refused = f"{wide[0].key} is {wide[0].dtype}, which float32 can't hold"

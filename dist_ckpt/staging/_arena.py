@@ -30,6 +30,8 @@ __all__ = ["Staging", "torch_dtype"]
 #: Room for values whose size is known at the save only (RNG, cursor, user's state); grows when it
 #: must.
 _SLACK_BYTES = 1 << 20
+#: What a forward changes, too: never copied while the next one runs.
+_BUFFERS = (Role.BUFFER, Role.SHARED_BUFFER)
 
 
 class Staging:
@@ -159,7 +161,7 @@ class Staging:
         if layout.canonical.is_shard:
             header = encode_header(values.step, layout.canonical.num_params)
         if not self.adopt(plan, values_bytes=composed.state_bytes - plan.state_bytes):
-            live = {item.spec.key: (item.tensor, item.spec.boxes[0]) for item in tensors}
+            live = {item.spec.key: (item.tensor, item.spec.boxes) for item in tensors}
             return Streamed(plan, live, composed, header)
         overlap = self._overlap if may_overlap and self._overlap and self._overlap.is_on else None
         self._copy(tensors, overlap=overlap)
@@ -199,8 +201,8 @@ class Staging:
         with torch.no_grad():
             for owned, target in self._targets:
                 item = live[owned.key]
-                source = part_of(item.tensor, item.spec.boxes[0], owned.box)
-                if overlap is not None and owned.role is not Role.BUFFER and source.is_cuda:
+                source = part_of(item.tensor, item.spec.boxes, owned.box)
+                if overlap is not None and owned.role not in _BUFFERS and source.is_cuda:
                     later.append((target, source))
                 elif _is_plain(source, target):
                     # On one thread: torch would split each tensor over all cores, which gains

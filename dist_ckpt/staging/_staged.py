@@ -5,7 +5,7 @@ Layer 3. Made on the training thread, written on the background thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ import xxhash
 from dist_ckpt import storage
 from dist_ckpt.layout import RankLayout
 from dist_ckpt.resume_point import shard_name, state_name
-from dist_ckpt.slices import Box, Role
+from dist_ckpt.slices import Box, Role, local_boxes
 from dist_ckpt.staging._compose import Composed
 from dist_ckpt.staging._overlap import Overlap
 from dist_ckpt.storage import PIECE_BYTES, FileDigest
@@ -121,13 +121,13 @@ class Streamed:
 
     Attributes:
         plan: What this rank writes.
-        live: key → tensor and the box of it that this rank holds.
+        live: key → this rank's part of a tensor, and the boxes that it is.
         composed: The end of the ``.state`` file.
         header: Bytes at the start of the shard.
     """
 
     plan: RankLayout
-    live: Mapping[str, tuple[torch.Tensor, Box]]
+    live: Mapping[str, tuple[torch.Tensor, Sequence[Box]]]
     composed: Composed
     header: bytes
     blocks: bool = True
@@ -164,13 +164,23 @@ class Streamed:
         return part_of(tensor, holds, box)
 
 
-def part_of(tensor: torch.Tensor, holds: Box, wanted: Box) -> torch.Tensor:
-    """Return the view of ``tensor``, which is the box ``holds``, that is the box ``wanted``."""
-    if holds == wanted:
+def part_of(tensor: torch.Tensor, holds: Sequence[Box], wanted: Box) -> torch.Tensor:
+    """Return the view of ``tensor``, a rank's part of a global tensor, that is the box ``wanted``.
+
+    Args:
+        tensor: All that the rank holds.
+        holds: The boxes that it holds; ``wanted`` lies in one of them.
+        wanted: Of the global tensor.
+    """
+    if len(holds) == 1 and holds[0] == wanted:
         return tensor
-    for dim, (start, size) in enumerate(zip(wanted.offsets, wanted.sizes, strict=True)):
-        tensor = tensor.narrow(dim, start - holds.offsets[dim], size)
-    return tensor
+    for box, place in zip(holds, local_boxes(holds), strict=True):
+        if box == wanted or box.intersect(wanted) == wanted:
+            steps = zip(wanted.offsets, box.offsets, place.offsets, wanted.sizes, strict=True)
+            for dim, (start, origin, at, size) in enumerate(steps):
+                tensor = tensor.narrow(dim, at + start - origin, size)
+            return tensor
+    raise RuntimeError(f"{wanted} isn't held here")
 
 
 def optimizer_end(plan: RankLayout) -> int:

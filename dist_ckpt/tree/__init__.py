@@ -15,7 +15,13 @@ from __future__ import annotations
 
 from dist_ckpt.tree._decode import decode_tree
 from dist_ckpt.tree._encode import encode_tree
-from dist_ckpt.tree._tables import INLINE_LIMIT_BYTES, JSON, TORCH_DTYPES, check_tensor
+from dist_ckpt.tree._tables import (
+    INLINE_LIMIT_BYTES,
+    JSON,
+    TORCH_DTYPES,
+    check_tensor,
+    refuse_value,
+)
 
 __all__ = [
     "INLINE_LIMIT_BYTES",
@@ -24,4 +30,5 @@ __all__ = [
     "check_tensor",
     "decode_tree",
     "encode_tree",
+    "refuse_value",
 ]

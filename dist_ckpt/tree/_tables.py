@@ -47,13 +47,16 @@ def check_tensor(tensor: torch.Tensor, path: str) -> None:
     """Return if the bytes of ``tensor`` can be kept as they are.
 
     Raises:
-        UnsupportedValueError: It is sharded (DTensor), sparse, quantized, on the meta device, not
+        UnsupportedValueError: It is a part of one (DTensor), sparse, quantized, on the meta device, not
             yet initialised, a view that overlaps itself, or a wrapper around other tensors.
     """
     cls = type(tensor)
     if any(base.__name__ == "DTensor" for base in cls.__mro__):
         refuse_value(
-            path, "is a DTensor: sharded parameters are not supported yet", "Use whole tensors."
+            path,
+            "is a DTensor, of which this rank has only a part",
+            "Give the module that holds it as a model (a dict of named ones is fine), or keep its "
+            "full_tensor().",
         )
     if torch.nn.parameter.is_lazy(tensor):
         refuse_value(path, "is not initialised yet", "Run one forward pass first.")

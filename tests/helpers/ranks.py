@@ -39,8 +39,18 @@ __all__ = ["RankContext", "RankResult", "RanksHungError", "Strike", "run_ranks"]
 Body = Callable[..., Any]
 
 POLL_SECS = 0.01
-#: `torch._dynamo` is what the first optimizer or DDP imports: 1.5 s of CPU in each child otherwise.
-PRELOAD = ["torch", "torch.distributed", "numpy", "torch._dynamo", "dist_ckpt.service"]
+#: `torch._dynamo` is what the first optimizer or DDP imports: 1.5 s of CPU in each child otherwise;
+#: what shards is as much again.
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.tensor.parallel",
+    "numpy",
+    "torch._dynamo",
+    "dist_ckpt.service",
+]
 STORE_WAIT_SECS = 20.0
 
 
