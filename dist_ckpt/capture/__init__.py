@@ -8,9 +8,16 @@ restore runs `Captured.prepare`, reads the tensors into what it returns, then `l
 from __future__ import annotations
 
 from dist_ckpt.capture._captured import Captured
+from dist_ckpt.capture._merge import (
+    frame_of,
+    merge_frames,
+    merge_structures,
+    with_frame,
+    with_values,
+)
 from dist_ckpt.capture._parts import check_stateful, load_stateful, state_of
 from dist_ckpt.capture._rng import Generator, encode_rng, restore_rng
-from dist_ckpt.capture._sharding import local_of, parts_of
+from dist_ckpt.capture._sharding import is_sharded, local_of, parts_of
 from dist_ckpt.capture._values import LiveTensor, Stateful, Structure
 
 __all__ = [
@@ -21,9 +28,15 @@ __all__ = [
     "Structure",
     "check_stateful",
     "encode_rng",
+    "frame_of",
+    "is_sharded",
     "load_stateful",
     "local_of",
+    "merge_frames",
+    "merge_structures",
     "parts_of",
     "restore_rng",
     "state_of",
+    "with_frame",
+    "with_values",
 ]

@@ -73,12 +73,17 @@ class Captured(LiveObjects):
         states = self._states(view)
         found = Mismatches()
         targets = self._match_model(view, keys, found, frozenset(elsewhere))
-        self._check_shared(view, shared, found, accept, omit, elsewhere)
+        self._check_shared(view, shared, found, accept, omit, elsewhere=elsewhere)
         if "optimizer" in omit:
             found.raise_if_any()
             return targets
         plan = StatePlan(
-            self._optimizers, view, states, shared["optimizers"], shared["ties"], elsewhere
+            self._optimizers,
+            view,
+            states,
+            shared["optimizers"],
+            shared["ties"],
+            elsewhere=elsewhere,
         )
         for key, spec in keys.items():
             if key.startswith("optimizer/"):
@@ -96,13 +101,14 @@ class Captured(LiveObjects):
         found: Mismatches,
         accept: Collection[str],
         omit: Collection[str],
-        elsewhere: Collection[str] = (),
+        *,
+        elsewhere: Collection[str],
     ) -> None:
         if "optimizer" not in omit:
             for key, optimizer in self._optimizers.items():
                 if key in shared["optimizers"]:
                     saved = shared["optimizers"][key]
-                    check_groups(key, saved, optimizer, view, found, elsewhere)
+                    check_groups(key, saved, optimizer, view, found, elsewhere=elsewhere)
         check_parts(shared["parts"], self._parts(view), found, accept=accept, omit=omit)
 
     def _match_model(
@@ -164,7 +170,7 @@ class Captured(LiveObjects):
         view = self._view()
         found = Mismatches()
         saved, live = shared["parts"], self._parts(view)
-        self._check_shared(view, shared, found, accept, omit, elsewhere)
+        self._check_shared(view, shared, found, accept, omit, elsewhere=elsewhere)
         found.raise_if_any()
         parts = {
             **words_of("scheduler", self._schedulers),

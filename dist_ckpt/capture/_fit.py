@@ -35,6 +35,7 @@ def check_groups(
     optimizer: Optimizer,
     view: ModelView,
     found: Mismatches,
+    *,
     elsewhere: Collection[str] = (),
 ) -> None:
     """Note in ``found`` each group whose parameters aren't those of the saved one in its place.
@@ -138,6 +139,7 @@ class StatePlan:
         states: OptimizerStates,
         saved: Mapping[str, JSON],
         ties: Mapping[str, str],
+        *,
         elsewhere: Collection[str] = (),
     ) -> None:
         self.elsewhere = frozenset(elsewhere)

@@ -27,6 +27,7 @@ from dist_ckpt.capture._parts import (
     words_of,
 )
 from dist_ckpt.capture._rng import Generator, draw_rng, encode_rng
+from dist_ckpt.capture._sharding import placement_of
 from dist_ckpt.capture._tensors import SpecCache, dtype_name, list_tensors, predict_states
 from dist_ckpt.capture._values import (
     LiveTensor,
@@ -34,7 +35,7 @@ from dist_ckpt.capture._values import (
     Structure,
 )
 from dist_ckpt.capture._walk import ModelView, check_view, view_models
-from dist_ckpt.capture._zero import inner_of
+from dist_ckpt.capture._zero import inner_of, is_zero
 from dist_ckpt.errors import UsageError
 from dist_ckpt.slices import TensorSpec
 from dist_ckpt.tree import JSON
@@ -202,10 +203,30 @@ class LiveObjects:
             },
         }
 
+    def parts(self) -> dict[str, str | None]:
+        """Return the word of each part besides the model → its kind, None where that says nothing.
+
+        As ``shared_values()["parts"]``: ``optimizer``, ``scheduler``, ``extra.ema``, ``data``.
+        """
+        return self._parts(self._view())
+
+    def parallelism(self) -> list[str]:
+        """Return how tensors are divided among ranks, for people, sorted; empty where nothing is.
+
+        Each kind of wrapper once, and each way in which a parameter is placed.
+        """
+        view = self._view()
+        kinds = {type(m).__name__ for model in self._models.values() for m in model.modules()}
+        found = kinds & {"DistributedDataParallel"}
+        found |= {type(o).__name__ for o in self._optimizers.values() if is_zero(o)}
+        placed = {placement_of(parameter) for parameter in view.parameters.values()}
+        return sorted(found | {text for text in placed if text is not None})
+
     def _parts(self, view: ModelView) -> dict[str, str | None]:
         scalers = words_of("scaler", self._scalers)
+        optimizers = {k: type(inner_of(o)).__name__ for k, o in self._optimizers.items()}
         return {
-            **words_of("optimizer", {k: type(inner_of(o)).__name__ for k, o in self._optimizers.items()}),
+            **words_of("optimizer", optimizers),
             **words_of("scheduler", {k: stateful_kind(s) for k, s in self._schedulers.items()}),
             **{w: "enabled" if state_of(w, s) else "disabled" for w, s in scalers.items()},
             **dict.fromkeys(self._all_holders(view)),

@@ -139,8 +139,9 @@ def predict_states(
         shaped = parameter  # nothing but its shape, dtype and placement is looked at
         if isinstance(optimizer, Adam | AdamW):
             wide = torch.get_default_dtype() is torch.float64 and not group["fused"]
+            step_dtype = torch.float64 if wide else torch.float32
             tensors: dict[str, torch.Tensor] = {
-                "step": torch.empty((), dtype=torch.float64 if wide else torch.float32, device="meta"),
+                "step": torch.empty((), dtype=step_dtype, device="meta"),
                 "exp_avg": shaped,
                 "exp_avg_sq": shaped,
             }

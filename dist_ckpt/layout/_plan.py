@@ -133,9 +133,7 @@ def _in_order(
     return dict(sorted(merged.items(), key=place))
 
 
-def _all_have_all(
-    weights: Sequence[TensorSpec], ranks: Sequence[Sequence[TensorSpec]]
-) -> bool:
+def _all_have_all(weights: Sequence[TensorSpec], ranks: Sequence[Sequence[TensorSpec]]) -> bool:
     counts = (sum(spec.role is Role.WEIGHT for spec in specs) for specs in ranks)
     return all(count == len(weights) for count in counts)
 

@@ -44,9 +44,9 @@ def share_tensors(
     loads = [0.0] * len(ranks)
     cuts: dict[str, list[tuple[int, Box]]] = {key: [] for key in merged}
     for group in sorted(streams, key=len):
-        for key, rank, box, cost in _cut_stream(streams[group], group, loads):
+        for key, rank, box, num_bytes in _cut_stream(streams[group], group, loads):
             cuts[key].append((rank, box))
-            loads[rank] += cost
+            loads[rank] += num_bytes
     for key, leader in leaders.items():
         if key == leader:
             continue
@@ -117,24 +117,19 @@ def _cut_stream(
 
 def _level(loads: Sequence[float], total: float) -> list[float]:
     """Return what each gets of ``total`` so that the lowest loads are raised to one level."""
-    left, rising = total, 0
-    ordered = sorted(loads)
-    level = ordered[0] if ordered else 0.0
-    for rising, load in enumerate(ordered):
-        if left <= (load - level) * rising:
+    level, rising, left = 0.0, 0, total
+    for load in sorted(loads):
+        step = (load - level) * rising
+        if rising and step >= left:
             break
-        left -= (load - level) * rising
-        level = load
-    else:
-        rising = len(ordered)
+        left -= step
+        level, rising = load, rising + 1
     level += left / max(rising, 1)
     return [max(level - load, 0.0) for load in loads]
 
 
-def _cut(
-    box: Box, start: float, length: float, ends: Sequence[float]
-) -> Iterator[tuple[int, Box]]:
-    """Yield (part, box) for a box at ``start … start + length`` of a stream whose parts end there."""
+def _cut(box: Box, start: float, length: float, ends: Sequence[float]) -> Iterator[tuple[int, Box]]:
+    """Yield (part, box) of a box at ``start … start + length`` in a stream of parts that end so."""
     last = len(ends) - 1
     rows = box.sizes[0] if box.sizes else 1
     if rows < 2 or length <= 0:

@@ -1,12 +1,15 @@
 """Choose the newest usable generation and restore it, on all ranks. Layer 5."""
 
 from dist_ckpt.resume._bins import advise_import
-from dist_ckpt.resume._choose import Resumed, Skipped, restore_newest
+from dist_ckpt.resume._choose import restore_newest
 from dist_ckpt.resume._derive import derived_states
 from dist_ckpt.resume._import import Imported, import_bin
 from dist_ckpt.resume._read import Reader
+from dist_ckpt.resume._restore import Elsewhere, Resumed, Skipped
+from dist_ckpt.resume._values import inherit
 
 __all__ = [
+    "Elsewhere",
     "Imported",
     "Reader",
     "Resumed",
@@ -14,5 +17,6 @@ __all__ = [
     "advise_import",
     "derived_states",
     "import_bin",
+    "inherit",
     "restore_newest",
 ]

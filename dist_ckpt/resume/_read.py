@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from dist_ckpt import storage
+from dist_ckpt.capture import is_sharded, parts_of
 from dist_ckpt.errors import CorruptFileError, MismatchError, UsageError
 from dist_ckpt.generations import StoredGenerations
-from dist_ckpt.layout import plan_runs
+from dist_ckpt.resume._segments import FileSegments, Scatter, add_place, batches_of, bytes_of
 from dist_ckpt.resume_point import ResumePoint, state_name
-from dist_ckpt.slices import Box, Placement, dtype_size
+from dist_ckpt.slices import Box
 from dist_ckpt.snapshot_index import IndexedTensor
 from dist_ckpt.staging import TAIL_BYTES, OwnTensor, StateTail, parse_tail, tail_start, torch_dtype
 from dist_ckpt.storage import FileDigest, Segment
@@ -25,15 +24,13 @@ __all__ = ["Reader"]
 _BOUNCE_BYTES = 256 << 20
 
 
-@dataclass
-class _File:
-    """What is to be read of one file."""
+@dataclass(frozen=True)
+class _Part:
+    """One box to be filled, and where it comes from."""
 
-    segments: list[Segment] = field(default_factory=list)
-
-    def add(self, start: int, target: memoryview) -> None:
-        if target.nbytes:
-            self.segments.append(Segment(start, target, target.nbytes))
+    target: torch.Tensor
+    box: Box
+    source: IndexedTensor | OwnTensor
 
 
 class Reader:
@@ -103,19 +100,20 @@ class Reader:
         """Return fresh CPU tensors read from a rank's ``.state`` file."""
         wanted = list(tensors)
         fresh = [torch.empty(t.shape, dtype=torch_dtype(t.dtype)) for t in wanted]
-        plan = _File()
+        plan = FileSegments()
         for own, tensor in zip(wanted, fresh, strict=True):
-            plan.add(own.byte_range.start, _view(tensor))
+            plan.add(own.byte_range.start, bytes_of(tensor))
         self._read({state_name(rank): plan})
         return fresh
 
     def into(
         self, live: Mapping[str, torch.Tensor], *, buffers: Mapping[str, OwnTensor], rank: int
     ) -> int:
-        """Fill live tensors; return the bytes read.
+        """Fill live tensors; return the bytes filled.
 
         Args:
-            live: key → tensor of the whole global shape, on any device, in any memory format.
+            live: key → tensor of the whole global shape, on any device, in any memory format; of a
+                DTensor the part that this rank holds is filled.
             buffers: Places in ``rank``'s own ``.state`` that count before the index's.
             rank: Whose ``.state`` that is.
 
@@ -124,32 +122,65 @@ class Reader:
             CorruptFileError: A piece isn't what was written, or places overlap; what was filled
                 until then stays.
         """
-        direct: dict[str, _File] = {}
-        bounced: list[tuple[torch.Tensor, IndexedTensor | OwnTensor]] = []
-        total = 0
+        direct: list[_Part] = []
+        bounced: list[_Part] = []
         for key, tensor in live.items():
             source = self._source(key, tensor, buffers)
-            total += tensor.nbytes
-            if tensor.device.type == "cpu" and tensor.is_contiguous():
-                _add(direct, source, tensor, rank)
-            else:
-                bounced.append((tensor, source))
-        self._read(direct)
-        for batch in _batches(bounced):
-            plan: dict[str, _File] = {}
-            fresh = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor, _ in batch]
-            for (_, source), target in zip(batch, fresh, strict=True):
-                _add(plan, source, target, rank)
-            self._read(plan)
+            for box, view in parts_of(tensor):
+                in_place = view.device.type == "cpu" and view.is_contiguous()
+                (direct if in_place else bounced).append(_Part(view, box, source))
+        self._fill(direct, rank)
+        sizes = [part.target.nbytes for part in bounced]
+        for batch in batches_of(bounced, sizes, _BOUNCE_BYTES):
+            fresh = [
+                replace(part, target=torch.empty(part.target.shape, dtype=part.target.dtype))
+                for part in batch
+            ]
+            self._fill(fresh, rank)
             with torch.no_grad():
-                for (tensor, _), target in zip(batch, fresh, strict=True):
-                    tensor.copy_(target)
-        return total
+                for part, filled in zip(batch, fresh, strict=True):
+                    part.target.copy_(filled.target)
+        return sum(part.target.nbytes for part in (*direct, *bounced))
+
+    def _fill(self, parts: Sequence[_Part], rank: int) -> None:
+        """Have every part's bytes in its target, a contiguous CPU tensor."""
+        plan: dict[str, FileSegments] = {}
+        scatters: list[Scatter] = []
+        for part in parts:
+            if isinstance(part.source, OwnTensor):
+                file = plan.setdefault(state_name(rank), FileSegments())
+                file.add(part.source.byte_range.start, bytes_of(part.target))
+                continue
+            for place in part.source.placements:
+                file = plan.setdefault(place.location, FileSegments())
+                scatters += add_place(file, place, part.box, part.target, limit_bytes=_BOUNCE_BYTES)
+        self._read(plan)
+        # In the order of the files: what several parts want is close together.
+        scatters.sort(key=lambda scatter: (scatter.location, scatter.start))
+        for batch in batches_of(scatters, [s.num_bytes for s in scatters], _BOUNCE_BYTES):
+            self._scatter(batch)
+
+    def _scatter(self, batch: Sequence[Scatter]) -> None:
+        """Read rows once, whoever wants a part of them, and copy the parts out."""
+        scratch: dict[tuple[str, int, int], torch.Tensor] = {}
+        plan: dict[str, FileSegments] = {}
+        for scatter in batch:
+            key = (scatter.location, scatter.start, scatter.num_bytes)
+            if key not in scratch:
+                scratch[key] = torch.empty(scatter.num_bytes, dtype=torch.uint8)
+                file = plan.setdefault(scatter.location, FileSegments())
+                file.add(scatter.start, bytes_of(scratch[key]))
+        self._read(plan)
+        with torch.no_grad():
+            for scatter in batch:
+                scatter.copy_from(scratch[scatter.location, scatter.start, scatter.num_bytes])
 
     def _source(
         self, key: str, tensor: torch.Tensor, buffers: Mapping[str, OwnTensor]
     ) -> IndexedTensor | OwnTensor:
-        source: IndexedTensor | OwnTensor | None = buffers.get(key) or self.index.get(key)
+        # What ranks share comes from the index, so that all of them get the same.
+        own = None if is_sharded(tensor) else buffers.get(key)
+        source: IndexedTensor | OwnTensor | None = own or self.index.get(key)
         here = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         if source is None or (source.dtype, source.shape) != here:
             there = "nothing" if source is None else f"{source.dtype} {list(source.shape)}"
@@ -160,7 +191,7 @@ class Reader:
             )
         return source
 
-    def _read(self, plan: Mapping[str, _File]) -> None:
+    def _read(self, plan: Mapping[str, FileSegments]) -> None:
         for name, file in plan.items():
             digest: FileDigest = self._digests[name]
             path = self._directory / name
@@ -173,46 +204,3 @@ class Reader:
                     next_step="Use another generation.",
                     path=str(path),
                 ) from error
-
-
-def _add(
-    plan: dict[str, _File], source: IndexedTensor | OwnTensor, tensor: torch.Tensor, rank: int
-) -> None:
-    target = _view(tensor)
-    if isinstance(source, OwnTensor):
-        plan.setdefault(state_name(rank), _File()).add(source.byte_range.start, target)
-        return
-    whole = Box.whole(tuple(tensor.shape))
-    for place in source.placements:
-        _add_place(plan.setdefault(place.location, _File()), place, whole, target, source.dtype)
-
-
-def _add_place(file: _File, place: Placement, box: Box, target: memoryview, dtype: str) -> None:
-    element_bytes = dtype_size(dtype)
-    for run in plan_runs(place.box, box):
-        start = run.target * element_bytes
-        stop = start + run.count * element_bytes
-        file.add(place.byte_range.start + run.source * element_bytes, target[start:stop])
-
-
-def _view(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, writable, of any dtype and number of dims."""
-    if tensor.numel() == 0:
-        return memoryview(bytearray())
-    flat: np.ndarray[Any, np.dtype[np.uint8]] = tensor.detach().view(-1).view(torch.uint8).numpy()
-    return flat.data
-
-
-def _batches(
-    items: list[tuple[torch.Tensor, IndexedTensor | OwnTensor]],
-) -> Iterable[list[tuple[torch.Tensor, IndexedTensor | OwnTensor]]]:
-    batch: list[tuple[torch.Tensor, IndexedTensor | OwnTensor]] = []
-    num_bytes = 0
-    for item in items:
-        if batch and num_bytes + item[0].nbytes > _BOUNCE_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-        batch.append(item)
-        num_bytes += item[0].nbytes
-    if batch:
-        yield batch

@@ -163,6 +163,7 @@ class Generation:
         import torch  # noqa: PLC0415 - looking at a run must not cost its import
 
         from dist_ckpt.capture import Captured  # noqa: PLC0415 - as above
+        from dist_ckpt.resume import inherit  # noqa: PLC0415 - as above
 
         if not 0 <= rank < self.manifest.world_size:
             raise SettingError(
@@ -177,22 +178,22 @@ class Generation:
             # Capture wants one; it owns no parameter, and is left out of the restore.
             given["optimizer"] = torch.optim.SGD([{"params": []}], lr=0.0)
         reader = self._reader()
-        tail = reader.tail(rank)
-        if extra is not None:
-            saved = {part for part in tail.shared["parts"] if part.startswith("extra.")}
-            omit |= saved - {f"extra.{name}" for name in extra}
         captured = Captured(model, given.pop("optimizer"), **given)
+        told = inherit(reader, self.manifest, rank=rank, wanted=captured.parts())
+        if extra is not None:
+            saved = {part for part in told.shared["parts"] if part.startswith("extra.")}
+            omit |= saved - {f"extra.{name}" for name in extra}
         live = captured.prepare(
             reader.untied,
             self.manifest.canonical.stateless,
-            tail.shared,
+            told.shared,
             accept=accept,
             omit=omit,
         )
-        reader.into(live, buffers=tail.buffers, rank=rank)
-        captured.load_shared(tail.shared, accept=accept, omit=omit)
-        own = reader.own(rank, tail.tensors)
-        captured.load_rank(tail.values, lambda number: own[number], accept=accept, omit=omit)
+        reader.into(live, buffers=told.buffers, rank=rank)
+        captured.load_shared(told.shared, accept=accept, omit=omit)
+        own = told.read(reader)
+        captured.load_rank(told.values, lambda number: own[number], accept=accept, omit=omit)
 
     def _reader(self) -> Reader:
         from dist_ckpt.resume import Reader  # noqa: PLC0415 - it imports torch

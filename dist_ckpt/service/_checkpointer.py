@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -65,6 +65,9 @@ class Checkpointer:
         stop_exit_code: Exit status after a stop by signal; 75 where a scheduler requeues on
             non-zero.
         reduce: Log rank 0's loss, or the ``"mean"`` of all ranks'.
+        order: Names of all ranks' parameters in the order of ``step_N.bin``, or the whole model
+            that has them in it (on the meta device, say). Pipeline stages need it: without, they
+            have no .bin. None: the model's own order.
 
     Raises:
         UsageError: A setting that can't be meant, or state that can't be kept; with its name.
@@ -102,6 +105,7 @@ class Checkpointer:
         signals: Collection[signal.Signals] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
         stop_exit_code: int = 0,
         reduce: Reduce = "rank0",
+        order: Sequence[str] | torch.nn.Module | None = None,
     ) -> None:
         self._settings = Settings(
             every=every,
@@ -122,6 +126,7 @@ class Checkpointer:
             config=config,
             config_ignore=config_ignore,
             data_id=data_id,
+            order=_names_in_order(order),
         )
         generators = dict(generators or {})
         kept = KeptPolicy(policy)
@@ -321,6 +326,23 @@ class Checkpointer:
                 next_step="Use it inside `for step in ckpt.steps(…):`.",
             )
         return self._body
+
+
+def _names_in_order(order: Sequence[str] | torch.nn.Module | None) -> tuple[str, ...] | None:
+    if isinstance(order, torch.nn.Module):
+        return tuple(name for name, _ in order.named_parameters())
+    if order is None:
+        return None
+    names = tuple(order)
+    if isinstance(order, str) or not all(isinstance(name, str) for name in names):
+        raise UsageError(
+            f"order={order!r} is no list of names.",
+            next_step="Give the parameters' names, or the whole model.",
+        )
+    if len(set(names)) < len(names):
+        twice = next(name for place, name in enumerate(names) if name in names[:place])
+        raise UsageError(f"order= names {twice!r} twice.", next_step="Name each parameter once.")
+    return names
 
 
 def _absolute(run_dir: str | os.PathLike[str]) -> Path:

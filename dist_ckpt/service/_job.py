@@ -49,7 +49,7 @@ class Job:
         id: Name of this save, the same on every rank.
         reasons: Why it is made.
         staged: The bytes; None where staging failed on this rank.
-        layout: Who writes what.
+        layout: Who writes what; None where a rank's capture failed.
         fault: Why staging failed on this rank.
         index: Bytes of ``.snapshot_metadata``.
         deadline: time.monotonic() by which a stop must be over; None for no hurry.
@@ -62,7 +62,7 @@ class Job:
     id: str
     reasons: tuple[str, ...]
     staged: Writable | None
-    layout: Layout
+    layout: Layout | None
     fault: Told | None
     index: bytes
     deadline: float | None
@@ -166,11 +166,7 @@ def _prepare(saves: Saves, job: Job, reports: list[bytes]) -> bytes:
     low_bytes = 0
     if not errors:
         need = sum(p["num_bytes"] for p in parsed) + len(job.index) + (1 << 20)
-        canonical = job.layout.canonical
-        exports = saves.settings.export != "never" and canonical.refused is None
-        exports &= job.deadline is None  # a stop saves what it can: the next start makes the .bin
-        if exports and (saves.settings.export_copy or not canonical.is_shard):
-            need += 8 + 12 * canonical.num_params
+        need += _export_bytes(saves, job)
         try:
             saves.check_lock()
             storage.check_space(saves.store.run_dir, need, saves.settings.reserve_bytes)
@@ -180,6 +176,17 @@ def _prepare(saves: Saves, job: Job, reports: list[bytes]) -> bytes:
             low_bytes = need if isinstance(error, NoSpaceError) else 0
     answer = {"errors": errors, "directory": directory, "low_bytes": low_bytes}
     return json.dumps(answer).encode()
+
+
+def _export_bytes(saves: Saves, job: Job) -> int:
+    """Return what ``step_N.bin`` will take beside the shards."""
+    if job.layout is None or job.deadline is not None:
+        return 0  # a stop saves what it can: the next start makes the .bin
+    canonical = job.layout.canonical
+    exports = saves.settings.export != "never" and canonical.refused is None
+    if exports and (saves.settings.export_copy or not canonical.is_shard):
+        return 8 + 12 * canonical.num_params
+    return 0
 
 
 def told(error: Exception) -> Told:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from dist_ckpt.capture import Captured
+from dist_ckpt.capture import Captured, frame_of, merge_frames, with_frame
 from dist_ckpt.comm import Comm
 from dist_ckpt.layout import Layout, decode_specs, encode_specs, plan_layout
 from dist_ckpt.slices import TensorSpec
@@ -19,18 +21,24 @@ class Plan:
     Attributes:
         layout: Who writes what.
         index: Bytes of ``.snapshot_metadata``.
+        frame: What all ranks together call their parts, groups and tied tensors.
     """
 
-    def __init__(self, layout: Layout, aliases: dict[str, str]) -> None:
+    def __init__(self, layout: Layout, frame: Mapping[str, Any]) -> None:
         self.layout = layout
+        self.frame = frame
         present = {tensor.key for tensor in layout.tensors}
         keys = {
             f"model/{encode_name(alias)}": f"model/{encode_name(name)}"
-            for alias, name in aliases.items()
+            for alias, name in frame["aliases"].items()
         }
         self.index = encode_index(
             layout.tensors, {alias: key for alias, key in keys.items() if key in present}
         )
+
+    def shared(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a rank's shared values under the names of all ranks."""
+        return with_frame(own, self.frame)
 
 
 class Planner:
@@ -39,22 +47,45 @@ class Planner:
     Args:
         captured: The live objects, for their tied names.
         comm: The job's ranks.
+        order: Names of all parameters in the order of the canonical file, None for the ranks' own.
     """
 
-    def __init__(self, captured: Captured, comm: Comm) -> None:
+    def __init__(self, captured: Captured, comm: Comm, order: Sequence[str] | None = None) -> None:
         self._captured = captured
         self._comm = comm
+        self._order = order
         self._specs: list[TensorSpec] | None = None
+        self._frame: dict[str, Any] | None = None
         self._plan: Plan | None = None
 
-    def plan(self, specs: list[TensorSpec]) -> Plan:
-        """Return the plan of these specs. Collective: it is made anew if they changed anywhere."""
-        changed = specs != self._specs or self._plan is None
-        if self._comm.world_size > 1:
-            changed = bool(self._comm.agree([changed])[0])
-        if changed or self._plan is None:
-            self._specs = specs
-            self._plan = Plan(self._layout(specs), self._captured.aliases())
+    def plan(self, specs: list[TensorSpec] | None, shared: Mapping[str, Any] | None) -> Plan | None:
+        """Return the plan of these specs; None where a rank has none, since its capture failed.
+
+        Collective: it is made anew if anything changed anywhere.
+
+        Args:
+            specs: This rank's tensors, None where they couldn't be told.
+            shared: This rank's shared values.
+
+        Raises:
+            MismatchError: The ranks' tensors don't fit together; raised on every rank.
+        """
+        frame = None
+        if specs is not None and shared is not None:
+            frame = frame_of(shared, self._captured.aliases())
+        failed = frame is None
+        new_specs = self._plan is None or specs != self._specs
+        flags = [failed, new_specs, new_specs or frame != self._frame]
+        failed, new_specs, new_frame = map(bool, self._comm.agree([int(flag) for flag in flags]))
+        if failed or specs is None or frame is None:
+            return None
+        if new_frame:
+            last = self._plan.layout if self._plan is not None else None
+            self._plan = None  # none is left if what follows fails
+            merged = self._merge(frame)
+            layout = None if new_specs else last
+            self._plan = Plan(layout or self._layout(specs), merged)
+            self._specs, self._frame = specs, frame
         return self._plan
 
     def predict(self) -> Layout | None:
@@ -64,7 +95,14 @@ class Planner:
             return None
         return self._layout(specs)
 
+    def _merge(self, frame: dict[str, Any]) -> dict[str, Any]:
+        if self._comm.world_size == 1:
+            return merge_frames([frame])
+        payload = json.dumps(frame, allow_nan=False).encode()
+        return merge_frames([json.loads(data) for data in self._comm.gather(payload)])
+
     def _layout(self, specs: Sequence[TensorSpec]) -> Layout:
         if self._comm.world_size == 1:
-            return plan_layout([specs])
-        return plan_layout([decode_specs(data) for data in self._comm.gather(encode_specs(specs))])
+            return plan_layout([specs], self._order)
+        told = self._comm.gather(encode_specs(specs))
+        return plan_layout([decode_specs(data) for data in told], self._order)

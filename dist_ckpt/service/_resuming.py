@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dist_ckpt import identity, lifecycle, storage
-from dist_ckpt.capture import Captured
+from dist_ckpt.capture import Captured, Structure
 from dist_ckpt.comm import Comm
 from dist_ckpt.errors import NotFoundError, NoUsableGenerationError, UsageError
 from dist_ckpt.history import History, read_journal
@@ -20,6 +20,7 @@ from dist_ckpt.service._importing import report_import
 from dist_ckpt.service._policy import KeptPolicy, begin_policy, settle_policy
 from dist_ckpt.service._settings import IMPORT_VARIABLE, Settings
 from dist_ckpt.service._voice import Voice
+from dist_ckpt.service._whole import look_around
 
 __all__ = ["Start", "start_run"]
 
@@ -57,7 +58,10 @@ def start_run(
 ) -> Start:
     """Restore the newest usable generation, or the one asked for; journal what was found."""
     rewind_to = _rewind_to(settings)
-    found = comm.together("looking at the data", lambda: _describe(comm, captured, settings, data))
+    whole = look_around(comm, captured)
+    found = comm.together(
+        "looking at the data", lambda: _describe(comm, whole.structure, settings, data)
+    )
     for note in found.notes:
         voice.say(note)
         attempt.journal("note", text=note)
@@ -82,6 +86,7 @@ def start_run(
         generators=generators,
         only=rewind_to,
         chosen=policy.choose,
+        elsewhere=whole.elsewhere,
     )
     imported: Imported | None = None
     if resumed is None and settings.import_path is not None:
@@ -153,11 +158,11 @@ class _Found:
     notes: tuple[str, ...]
 
 
-def _describe(comm: Comm, captured: Captured, settings: Settings, data: Any) -> _Found:
+def _describe(comm: Comm, structure: Structure, settings: Settings, data: Any) -> _Found:
     if comm.rank != 0:
         return _Found({}, ())
     described = identity.describe(
-        structure=captured.structure(),
+        structure=structure,
         config=settings.config,
         config_ignore=settings.config_ignore,
         data=data,
@@ -270,7 +275,7 @@ def _report(
     voice.say(f"resumed from step {resumed.step}")
     for note in resumed.notes:
         voice.say(note)
-    return not admitted and resumed.point.world_size == comm.world_size
+    return not admitted and resumed.is_comparable
 
 
 def _look_for_losses(attempt: Attempt, point: ResumePoint, voice: Voice) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dist_ckpt.capture import Captured
-from dist_ckpt.errors import DistCkptError, SaveFailedError
+from dist_ckpt.errors import DistCkptError, MismatchError, SaveFailedError
 from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.service._finish import catch_up, export_verified, finish_generation, retire
 from dist_ckpt.service._job import Job, Saves, Told, run_job, told
@@ -70,7 +70,7 @@ class Saver:
         #: What the last save needed and the disk didn't have; any thread may read it.
         self.low_bytes = 0
         self._counter = 0
-        self._planner = Planner(captured, saves.comm)
+        self._planner = Planner(captured, saves.comm, saves.settings.order)
         limit_secs = 2 * saves.settings.timeout_secs
         self._worker = Worker(self._report, limit_secs, idle)
         self.take_failure = self._worker.take_failure
@@ -162,8 +162,9 @@ class Saver:
         started = time.monotonic()
         self._counter += 1
         save_id = self._save_id(step)
-        specs: list[TensorSpec] = []
+        specs: list[TensorSpec] | None = None
         staged: Writable | None = None
+        plan: Plan | None = None
         fault: Told | None = None
         shared, policy = None, None
         try:
@@ -173,8 +174,11 @@ class Saver:
             policy = self._subject.policy.sidecar() if self._saves.comm.rank == 0 else None
         except Exception as error:  # noqa: BLE001 - told to every rank through the job
             fault = _during("capture", error)
-        plan = self._planner.plan(specs)
-        if fault is None:
+        try:
+            plan = self._planner.plan(specs, shared)
+        except MismatchError as error:
+            fault = told(error)
+        if plan is not None:
             values = RankValues(
                 encode=self._captured.rank_values,
                 shared=shared,
@@ -191,9 +195,9 @@ class Saver:
             id=save_id,
             reasons=reasons,
             staged=staged,
-            layout=plan.layout,
+            layout=plan.layout if plan is not None else None,
             fault=fault,
-            index=plan.index,
+            index=plan.index if plan is not None else b"",
             deadline=deadline,
             point=self._point_maker(step, save_id, reasons, plan, shared),
             blocked_secs=time.monotonic() - started,
@@ -235,12 +239,15 @@ class Saver:
         return hashlib.blake2b(text, digest_size=16).hexdigest()
 
     def _point_maker(
-        self, step: int, save_id: str, reasons: tuple[str, ...], plan: Plan, shared: Any
+        self, step: int, save_id: str, reasons: tuple[str, ...], plan: Plan | None, shared: Any
     ) -> Callable[[Mapping[str, Any], Mapping[str, Any]], ResumePoint]:
         parent = self._parent
         history = self._saves.mark_history(step)
+        parallelism = self._captured.parallelism()
 
         def make(files: Mapping[str, Any], notes: Mapping[str, Any]) -> ResumePoint:
+            if plan is None:
+                raise RuntimeError("a job without a plan comes to no resume point")
             parent_content = parent.get("content") if parent else None
             return ResumePoint(
                 run=self._subject.run,
@@ -255,11 +262,12 @@ class Saver:
                 index={"size_bytes": len(plan.index), "digest": digest_bytes(plan.index)},
                 canonical=plan.layout.canonical,
                 identity=self._subject.identity,
-                shared=shared,
+                shared=plan.shared(shared),
                 notes={
                     **notes,
                     "parent_content": parent_content,
                     "history": history,
+                    "parallelism": parallelism,
                     **self._subject.policy.notes(),
                 },
             )

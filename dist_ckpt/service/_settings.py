@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -63,6 +63,7 @@ class Settings:
     config_ignore: Collection[str] = ()
     data_id: str | None = None
     omit: Collection[str] = ()
+    order: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         """Refuse settings that can't be meant, by name."""

@@ -47,8 +47,8 @@ def check_tensor(tensor: torch.Tensor, path: str) -> None:
     """Return if the bytes of ``tensor`` can be kept as they are.
 
     Raises:
-        UnsupportedValueError: It is a part of one (DTensor), sparse, quantized, on the meta device, not
-            yet initialised, a view that overlaps itself, or a wrapper around other tensors.
+        UnsupportedValueError: It is a part of one (DTensor), sparse, quantized, on the meta device,
+            not yet initialised, a view that overlaps itself, or a wrapper around other tensors.
     """
     cls = type(tensor)
     if any(base.__name__ == "DTensor" for base in cls.__mro__):

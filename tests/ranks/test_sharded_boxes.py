@@ -1,4 +1,4 @@
-"""Where each rank's part of a sharded tensor lies, held against torch by sharding an index tensor."""
+"""Where each rank's part of a sharded tensor lies, proven by sharding an index tensor."""
 
 from __future__ import annotations
 
@@ -70,8 +70,11 @@ def _distributed(ctx: RankContext) -> dict[str, int]:
         for size, placed in itertools.product(
             SIZES,
             (
-                [Shard(0), Shard(0)], [Shard(0), Shard(1)], [Shard(1), Shard(0)],
-                [Replicate(), Shard(0)], [Shard(1), Replicate()],
+                [Shard(0), Shard(0)],
+                [Shard(0), Shard(1)],
+                [Shard(1), Shard(0)],
+                [Replicate(), Shard(0)],
+                [Shard(1), Replicate()],
             ),
         ):
             index = _index_tensor((size, 5))
