@@ -50,6 +50,8 @@ def _distributed(ctx: RankContext) -> dict[str, int]:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     world = ctx.world_size
+    placed: Any
+    plan: Any
     counts = {"boxes": 0, "empty": 0, "several": 0, "cases": 0}
 
     def see(tensor: Any, index: Any) -> None:
@@ -88,18 +90,18 @@ def _distributed(ctx: RankContext) -> dict[str, int]:
             for plan in ({"0": ColwiseParallel()}, {"0": RowwiseParallel()}):
                 model = nn.Sequential(nn.Linear(cols, rows))
                 with torch.no_grad():
-                    model[0].weight.copy_(_index_tensor((rows, cols)))
-                    model[0].bias.copy_(_index_tensor((rows,)))
+                    model[0].get_parameter("weight").copy_(_index_tensor((rows, cols)))
+                    model[0].get_parameter("bias").copy_(_index_tensor((rows,)))
                 parallelize_module(model, grid["tp"], plan)
                 fully_shard(model, mesh=grid["dp"])
-                see(model[0].weight, _index_tensor((rows, cols)))
-                see(model[0].bias, _index_tensor((rows,)))
+                see(model[0].get_parameter("weight"), _index_tensor((rows, cols)))
+                see(model[0].get_parameter("bias"), _index_tensor((rows,)))
         for rows in SIZES:
             model = nn.Sequential(nn.Linear(3, rows))
             with torch.no_grad():
-                model[0].weight.copy_(_index_tensor((rows, 3)))
+                model[0].get_parameter("weight").copy_(_index_tensor((rows, 3)))
             fully_shard(model, mesh=grid)  # HSDP: replicated over the first axis
-            see(model[0].weight, _index_tensor((rows, 3)))
+            see(model[0].get_parameter("weight"), _index_tensor((rows, 3)))
     return counts
 
 

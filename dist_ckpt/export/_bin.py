@@ -1,15 +1,13 @@
-"""The canonical ``step_N.bin``: made from a generation, read, written. Layer 5, not collective.
+"""The canonical ``step_N.bin``: made of a generation, read, written. Layer 5, not collective.
 
 At world size one with float32 state the shard already is the file, so the export is another name of
-it. In every other case it is put together from the shards in one pass, without ever holding more
-than one piece in memory.
+it. In every other case it is put together from the shards.
 """
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -18,20 +16,15 @@ from dist_ckpt import storage
 from dist_ckpt.canonical import (
     CanonicalState,
     bin_size,
-    encode_header,
     encode_pieces,
     parse_state,
 )
-from dist_ckpt.errors import CorruptFileError, DistCkptError, UsageError
+from dist_ckpt.errors import DistCkptError, UsageError
+from dist_ckpt.export._assemble import canonical_pieces
 from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.resume_point import ResumePoint, shard_name
-from dist_ckpt.slices import Placement, dtype_size
-from dist_ckpt.snapshot_index import IndexedTensor, encode_name
-from dist_ckpt.storage import FileDigest
 
-__all__ = ["canonical_pieces", "export_bin", "read_bin", "write_bin", "write_sum"]
-
-_PIECE_BYTES = storage.PIECE_BYTES
+__all__ = ["export_bin", "read_bin", "write_bin", "write_sum"]
 
 
 def read_bin(path: str | os.PathLike[str]) -> CanonicalState:
@@ -171,121 +164,3 @@ def write_sum(path: Path, digest: str | None = None) -> str:
     text = f"{found}  {path.name}\n".encode()
     storage.replace_durable(path.with_name(f"{path.name}.sha256"), text)
     return found
-
-
-def canonical_pieces(store: StoredGenerations, point: ResumePoint) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of the canonical file in order, each piece at most 32 MiB.
-
-    Every piece of a shard is compared with its digest as it is read. What was yielded is only valid
-    until the next is asked for.
-
-    Raises:
-        UsageError: This generation can't have one; the message says why.
-        CorruptFileError: The generation's bytes aren't what was written, or contradict each other.
-    """
-    canonical = point.canonical
-    if canonical.refused is not None:
-        raise UsageError(
-            f"Step {point.step} has no canonical file: {canonical.refused}.",
-            next_step="Its sharded generation is whole; resume from that.",
-            step=point.step,
-        )
-    index = store.index(point)
-    files = _Pieces(store.path(point.step), store.digests(point))
-    stateless = set(canonical.stateless)
-    yield encode_header(point.step, canonical.num_params)
-    for prefix, suffix in (("model", ""), ("optimizer", "/exp_avg"), ("optimizer", "/exp_avg_sq")):
-        for name in canonical.names:
-            is_zero = bool(suffix) and name in stateless
-            kind, end = ("model", "") if is_zero else (prefix, suffix)
-            tensor = index.get(f"{kind}/{encode_name(name)}{end}")
-            if tensor is None:
-                raise _contradiction(
-                    store, point, f"{name!r} has no {end or 'weight'} in the index"
-                )
-            yield from _zeros(tensor) if is_zero else _float32(files, tensor)
-
-
-def _contradiction(store: StoredGenerations, point: ResumePoint, what: str) -> CorruptFileError:
-    path = store.path(point.step)
-    return CorruptFileError(
-        f"{path} contradicts itself: {what}.",
-        next_step="Use another generation; `dist-ckpt verify RUN` names the whole ones.",
-        path=str(path),
-    )
-
-
-class _Pieces:
-    """A generation's files, one digested piece at a time: canonical order goes along the files."""
-
-    def __init__(self, directory: Path, digests: Mapping[str, FileDigest]) -> None:
-        self._directory = directory
-        self._digests = digests
-        self._buffer = np.empty(_PIECE_BYTES, np.uint8)
-        self._holds: tuple[str, int] | None = None
-
-    def read(self, place: Placement) -> Iterator[np.ndarray]:
-        """Yield the bytes of a place in order, as views that the next step overwrites."""
-        start, stop = place.byte_range.start, place.byte_range.stop
-        while start < stop:
-            first = start - start % _PIECE_BYTES
-            piece = self._piece(place.location, start // _PIECE_BYTES)
-            yield piece[start - first : min(stop - first, _PIECE_BYTES)]
-            start = first + _PIECE_BYTES
-
-    def _piece(self, name: str, number: int) -> np.ndarray:
-        digest = self._digests[name]
-        start, stop = digest.piece_range(number)
-        piece = self._buffer[: stop - start]
-        if self._holds != (name, number):
-            self._holds = None
-            segment = storage.Segment(start, piece.data, piece.nbytes)
-            storage.read_segments(self._directory / name, [segment], digest, threads=1)
-            self._holds = (name, number)
-        return piece
-
-
-def _zeros(weight: IndexedTensor) -> Iterator[bytes]:
-    left = 4 * math.prod(weight.shape)
-    while left > 0:
-        num_bytes = min(left, _PIECE_BYTES)
-        yield bytes(num_bytes)
-        left -= num_bytes
-
-
-def _float32(files: _Pieces, tensor: IndexedTensor) -> Iterator[memoryview]:
-    """Yield a tensor's elements as float32, row-major over the global tensor."""
-    for place in _in_order(tensor):
-        for raw in files.read(place):
-            yield _widen(raw, tensor).data.cast("B")
-
-
-def _in_order(tensor: IndexedTensor) -> list[Placement]:
-    """Return the parts sorted along dim 0; parts cut along another dim are a later format's."""
-    places = [place for place in tensor.placements if place.box.numel]
-    for place in places:
-        if place.box.sizes[1:] != tensor.shape[1:]:
-            raise UsageError(
-                f"{tensor.key} is cut along a dim other than the first.",
-                next_step="Reshard the generation to one rank, then export.",
-            )
-    return sorted(places, key=lambda place: place.box.offsets)
-
-
-def _widen(raw: np.ndarray, tensor: IndexedTensor) -> np.ndarray:
-    """Return the bytes of little-endian float32 with the values in ``raw``."""
-    if tensor.dtype == "float32":
-        return raw
-    if raw.nbytes % dtype_size(tensor.dtype):
-        raise CorruptFileError(
-            f"{tensor.key} doesn't begin at a multiple of its elements' size.",
-            next_step="Use another generation.",
-        )
-    if tensor.dtype == "float16":
-        return raw.view("<f2").astype("<f4").view(np.uint8)
-    if tensor.dtype == "bfloat16":
-        # A bfloat16 is the upper half of the float32 with the same value.
-        return (raw.view("<u2").astype("<u4") << 16).view(np.uint8)
-    raise UsageError(
-        f"{tensor.dtype} values don't fit into float32.", next_step="Keep the sharded generation."
-    )

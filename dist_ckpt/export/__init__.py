@@ -1,0 +1,6 @@
+"""Canonical files of generations. Layer 5, not collective."""
+
+from dist_ckpt.export._assemble import canonical_pieces
+from dist_ckpt.export._bin import export_bin, read_bin, write_bin, write_sum
+
+__all__ = ["canonical_pieces", "export_bin", "read_bin", "write_bin", "write_sum"]
