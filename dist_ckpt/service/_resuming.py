@@ -18,6 +18,7 @@ from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.service._attempt import Attempt
 from dist_ckpt.service._importing import report_import
 from dist_ckpt.service._policy import KeptPolicy, begin_policy, settle_policy
+from dist_ckpt.service._replicas import check_replicas
 from dist_ckpt.service._settings import IMPORT_VARIABLE, Settings
 from dist_ckpt.service._voice import Voice
 from dist_ckpt.service._whole import look_around
@@ -91,6 +92,8 @@ def start_run(
     imported: Imported | None = None
     if resumed is None and settings.import_path is not None:
         imported = import_bin(settings.import_path, comm, captured)
+    elif resumed is None and "replicas" not in settings.accepted:
+        check_replicas(comm, captured)
     facts = found.facts
     if resumed is not None:
         facts = identity.carry_on(resumed.point.identity, facts)

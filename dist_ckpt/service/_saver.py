@@ -81,6 +81,9 @@ class Saver:
         """Have the arena ready before training where its size can be told; collective."""
         layout = self._planner.predict()
         if layout is not None:
+            refused = layout.canonical.refused
+            if refused is not None and self._saves.settings.export != "never":
+                self._saves.say(f"makes no step_N.bin: {refused}")
             self._staging.adopt(layout.ranks[self._saves.comm.rank])
 
     @property
