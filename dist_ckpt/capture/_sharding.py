@@ -105,7 +105,8 @@ def _check_placements(tensor: Any, path: str) -> None:
     for placement in tensor.placements:
         kind = type(placement).__name__
         if placement.is_partial():
-            refuse_value(path, f"is {placement}: sums that no rank holds yet", _NEXT_STEP)
+            what = f"is placed as {placement!r}: sums that no rank holds yet"
+            refuse_value(path, what, _NEXT_STEP)
         if kind not in {"Shard", "_StridedShard", "Replicate"}:
             refuse_value(path, f"is placed as {kind}, which isn't known", _NEXT_STEP)
 

@@ -46,9 +46,9 @@ class Numbers:
         return number, torch.sin(torch.arange(6.0) * (number + 1))
 
 
-def _model() -> nn.Sequential:
+def _model(width: int = 7) -> nn.Sequential:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Dropout(0.1), nn.Linear(7, 1))
+    return nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 1))
 
 
 def _gathered(model: nn.Module) -> str:
@@ -284,3 +284,138 @@ def test_stages_that_share_names_are_refused_before_a_weight_is_lost(tmp_path: P
     for text in _succeed(run_ranks(2, _same_names, str(tmp_path / "run"))):
         assert "2 parameters have other values on some ranks" in text
     assert not list((tmp_path / "run/checkpoints").glob("step_*"))
+
+
+# Continued as if nothing had happened ----------------------------------------------------------
+
+
+def _divided(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model divided by torch's own functions."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    model: nn.Module = _model(8 if "tp" in kind else 7)  # torch's forward wants even shards there
+    if kind == "zero":
+        zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+        return nn.parallel.DistributedDataParallel(model), zero
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    plan: Any = {"0": ColwiseParallel(), "3": RowwiseParallel()}
+    if kind in {"tp", "fsdp_tp"}:
+        parallelize_module(model, mesh["tp"], plan)
+    if kind == "fsdp_tp":
+        fully_shard(model, mesh=mesh["dp"])
+    elif kind == "fsdp":
+        fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def _attempt(run: Path, kind: str, until: int) -> list[Any]:
+    """Train with fresh objects; return what this rank holds at the end, and its next draw."""
+    model, optimizer = _divided(kind)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    batches = dist_ckpt.ResumableLoader(Numbers(), batch_size=8, seed=2, rank=0, world_size=1)
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(20)  # the same dropout on all ranks of a tensor-parallel group
+    own = torch.Generator().manual_seed(30 + rank)
+    losses = []
+    with dist_ckpt.Checkpointer(
+        run,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        data=batches,
+        generators={"own": own},
+        every=100,
+    ) as ckpt:
+        for _ in ckpt.steps(until):
+            _, x = next(batches)
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+            torch.rand(1, generator=own)
+    held: Any = getattr(optimizer, "optim", optimizer)
+    tensors = [*model.parameters(), *(v for s in held.state.values() for v in s.values())]
+    local = [getattr(tensor, "_local_tensor", tensor).tolist() for tensor in tensors]
+    draws = [float(torch.rand(1)), float(torch.rand(1, generator=own))]
+    return [local, losses[-1], scheduler.get_last_lr(), draws]
+
+
+def _cut_and_whole(ctx: RankContext, folder: str) -> list[str]:
+    same = []
+    for kind in ("fsdp", "tp", "fsdp_tp", "zero"):
+        unbroken = _attempt(Path(folder) / f"{kind}-unbroken", kind, 6)
+        _attempt(Path(folder) / f"{kind}-cut", kind, 3)
+        if _attempt(Path(folder) / f"{kind}-cut", kind, 6) == unbroken:
+            same.append(kind)
+    return same
+
+
+def test_a_sharded_training_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """Cases 16 and 33: optimizer state, next learning rate and each rank's draws among it."""
+    for same in _succeed(run_ranks(2, _cut_and_whole, str(tmp_path), timeout=100.0)):
+        assert same == ["fsdp", "tp", "fsdp_tp", "zero"]
+
+
+# A place in the data that is a rank's own ------------------------------------------------------
+
+
+class Cursor:
+    """A loader that counts for itself, as a sampler of one rank does."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def _with_cursor(ctx: RankContext, folder: str, differ: bool, accept: list[str]) -> Any:
+    torch.manual_seed(1)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    cursor = Cursor(ctx.rank if differ else 5)
+    tag = Cursor(10 + ctx.rank)
+    with dist_ckpt.Checkpointer(
+        Path(folder),
+        model=model,
+        optimizer=optimizer,
+        data=cursor,
+        data_id="numbers",
+        extra={"tag": tag},
+        accept=accept,
+        export="never",
+    ) as ckpt:
+        for _ in ckpt.steps(until=1):
+            pass
+        return [cursor.at, tag.at, list(ckpt.resumed.notes) if ckpt.resumed else None]
+
+
+def test_a_place_in_the_data_of_each_rank_is_refused_on_fewer_ranks(tmp_path: Path) -> None:
+    """Case 35: never dropped in silence; as many ranks, or one place for all, is fine."""
+    own, same = str(tmp_path / "own"), str(tmp_path / "same")
+    for folder, differ in ((own, True), (same, False)):
+        _succeed(run_ranks(3, _with_cursor, folder, differ, []))
+    assert [v[:2] for v in _succeed(run_ranks(3, _with_cursor, own, False, []))] == [
+        [0, 10], [1, 11], [2, 12],
+    ]  # fmt: skip
+    refused = run_ranks(2, _with_cursor, own, True, [])
+    assert [result.returncode for result in refused] == [1, 1]
+    assert "The place in the data differed by rank on the 3 ranks" in refused[0].stderr
+    assert "rank 0" in refused[1].stderr
+    values = _succeed(run_ranks(2, _with_cursor, own, True, ["data"]))
+    assert [value[:2] for value in values] == [[0, 10], [0, 10]]
+    values = _succeed(run_ranks(2, _with_cursor, same, True, []))
+    assert [value[:2] for value in values] == [[5, 10], [5, 10]]
+    assert values[0][2][1].endswith("they differed by rank: extra.tag")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from dist_ckpt.layout import (
     plan_layout,
     plan_runs,
 )
-from dist_ckpt.slices import Box, Role, TensorSpec, dtype_size
+from dist_ckpt.slices import Box, Role, TensorSpec, dtype_size, local_boxes
 
 
 def adam_specs(
@@ -200,3 +201,123 @@ def test_whole_boxes_move_in_one_run() -> None:
     box = Box.whole((4, 5, 6))
     assert len(plan_runs(box, box)) == 1
     assert len(plan_runs(Box((2, 0, 0), (2, 5, 6)), box)) == 1
+
+
+# Sharded tensors
+
+
+def sharded(specs: list[TensorSpec], boxes: dict[str, tuple[Box, ...]]) -> list[TensorSpec]:
+    """Return the specs as a rank sees them that holds only these boxes of each parameter."""
+    shapes = {spec.param: spec.shape for spec in specs if spec.role is Role.WEIGHT}
+    return [
+        replace(spec, boxes=boxes[spec.param]) if spec.shape == shapes[spec.param] else spec
+        for spec in specs
+        if spec.param is not None
+    ]
+
+
+def rows(shape: tuple[int, ...], first: int, last: int) -> tuple[Box, ...]:
+    return (Box((first, 0), (last - first, shape[1])),) if last > first else ()
+
+
+def test_a_rank_writes_what_it_alone_holds_and_moments_follow_their_weight() -> None:
+    specs = adam_specs({"w": (7, 3), "v": (1, 3)})
+    ranks = [
+        sharded(specs, {"w": rows((7, 3), low, high), "v": rows((1, 3), min(low, 1), min(high, 1))})
+        for low, high in ((0, 4), (4, 7), (7, 7))
+    ]
+    layout = plan_layout(ranks)
+    assert all((counts == 1).all() for counts in covered(layout).values())
+    for plan, specs_of_rank in zip(layout.ranks, ranks, strict=True):
+        held = {spec.key: spec.boxes for spec in specs_of_rank}
+        assert all((owned.box,) == held[owned.key] for owned in plan.shard)
+    keys = [[owned.key.rpartition("/")[2] for owned in plan.shard] for plan in layout.ranks]
+    assert keys == [
+        ["w", "v", "exp_avg", "exp_avg", "exp_avg_sq", "exp_avg_sq"],
+        ["w", "exp_avg", "exp_avg_sq"],
+        [],
+    ]
+    # What isn't of the parameter's shape lies with the parameter's beginning.
+    assert [owned.key for owned in layout.ranks[0].state] == [
+        "optimizer/w/step",
+        "optimizer/v/step",
+    ]
+
+
+def test_replicas_make_up_for_what_ranks_hold_alone() -> None:
+    """Weights on all ranks, moments on one each, as ZeroRedundancyOptimizer has them."""
+    specs = adam_specs({"a": (60, 4), "b": (20, 4), "c": (20, 4)})
+    owners = {"a": 0, "b": 1, "c": 2}
+    ranks = [
+        [spec for spec in specs if spec.role is Role.WEIGHT or owners[spec.param or ""] == rank]
+        for rank in range(3)
+    ]
+    layout = plan_layout(ranks)
+    assert all((counts == 1).all() for counts in covered(layout).values())
+    moments = [sum(o.num_bytes for o in p.shard if o.role is not Role.WEIGHT) for p in layout.ranks]
+    assert moments == [1920, 640, 640]
+    # 1600 bytes of weights: all go to the two that have less, and come out level.
+    assert [plan.shard_bytes for plan in layout.ranks] == [1920, 1440, 1440]
+    firsts = [spec.key for spec in layout.tensors if spec.key.endswith("/exp_avg")]
+    assert firsts == ["optimizer/a/exp_avg", "optimizer/b/exp_avg", "optimizer/c/exp_avg"]
+
+
+@given(
+    sizes=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    grid=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    copies=st.integers(1, 3),
+)
+def test_every_grid_of_boxes_and_copies_is_written_once(
+    sizes: tuple[int, int], grid: tuple[int, int], copies: int
+) -> None:
+    specs = adam_specs({"w": sizes})
+    cuts = [
+        [(i * -(-n // k), min((i + 1) * -(-n // k), n)) for i in range(k)]
+        for n, k in zip(sizes, grid, strict=True)
+    ]
+    ranks = []
+    for (top, bottom), (left, right) in itertools.product(*cuts):
+        box = Box((top, left), (bottom - top, right - left))
+        held = (box,) if bottom > top and right > left else ()
+        ranks += [sharded(specs, {"w": held})] * copies
+    layout = plan_layout(ranks)
+    assert all((counts == 1).all() for counts in covered(layout).values())
+    if copies == 1:
+        return
+    # Copies of one box share it: no rank writes more than its share and one row.
+    for start in range(0, len(ranks), copies):
+        mine = [plan.shard_bytes for plan in layout.ranks[start : start + copies]]
+        assert max(mine) - min(mine) <= 2 * 3 * 4 * sizes[1]
+
+
+def test_boxes_that_leave_a_gap_are_refused_by_name() -> None:
+    specs = adam_specs({"w": (8, 3)}, with_moments=False)
+    ranks = [sharded(specs, {"w": rows((8, 3), *part)}) for part in ((0, 4), (4, 7))]
+    with pytest.raises(MismatchError, match=r"hold 21 of 24 elements of model/w"):
+        plan_layout(ranks)
+
+
+def test_other_parameters_on_other_ranks_need_an_order_for_the_canonical_file() -> None:
+    first, second = adam_specs({"a": (2, 2), "c": (3,)}), adam_specs({"b": (2, 3)})
+    canonical = plan_layout([first, second]).canonical
+    assert canonical.refused is not None
+    assert "order=" in canonical.refused
+    layout = plan_layout([first, second], ["a", "b", "c", "unknown"])
+    assert layout.canonical.refused is None
+    assert layout.canonical.names == ("a", "b", "c")
+    weights = [t.key for t in layout.tensors if t.key.startswith("model/")]
+    assert weights == ["model/a", "model/b", "model/c"]
+    with pytest.raises(MismatchError, match=r"order= lacks 1 of 3 parameters: b"):
+        plan_layout([first, second], ["a", "c"])
+
+
+def test_several_boxes_of_a_rank_lie_side_by_side_in_its_local_tensor() -> None:
+    boxes = [
+        Box((r, c), (h, w))
+        for (r, h), (c, w) in itertools.product([(0, 2), (4, 1)], [(1, 3), (7, 2)])
+    ]
+    assert local_boxes(boxes) == [
+        Box((0, 0), (2, 3)), Box((0, 3), (2, 2)), Box((2, 0), (1, 3)), Box((2, 3), (1, 2)),
+    ]  # fmt: skip
+    assert local_boxes([]) == []
+    assert local_boxes([Box((), ())]) == [Box((), ())]
