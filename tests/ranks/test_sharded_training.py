@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import runpy
 import signal
+import socket
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -419,3 +422,31 @@ def test_a_place_in_the_data_of_each_rank_is_refused_on_fewer_ranks(tmp_path: Pa
     values = _succeed(run_ranks(2, _with_cursor, same, True, []))
     assert [value[:2] for value in values] == [[5, 10], [5, 10]]
     assert values[0][2][1].endswith("they differed by rank: extra.tag")
+
+
+# The documentation -----------------------------------------------------------------------------
+
+
+def _page(ctx: RankContext, page: str, folder: str) -> None:
+    text = Path(page).read_text(encoding="utf-8")
+    program = "\n".join(re.findall(r"^```py\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    os.chdir(folder)
+    path = Path(folder) / f"program{ctx.rank}.py"
+    path.write_text(program, encoding="utf-8")
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def test_the_examples_of_the_page_on_sharding_are_one_program_that_runs(tmp_path: Path) -> None:
+    page = Path(__file__).resolve().parents[2] / "docs/how-to/sharded.md"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    env = {"MASTER_PORT": port}
+    _succeed(run_ranks(2, _page, str(page), str(tmp_path), init=False, env=env, timeout=100.0))
+    bins = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*.bin"))
+    assert bins == [
+        "runs/fsdp/step_000020.bin",
+        "runs/stages/step_000002.bin",
+        "runs/tp/step_000020.bin",
+        "runs/zero/step_000020.bin",
+    ]
