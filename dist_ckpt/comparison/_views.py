@@ -95,7 +95,7 @@ class LiveView:
     """Live training objects as a generation of one rank would hold them.
 
     Raises:
-        UsageError: Not a mapping of what ``Checkpointer`` takes.
+        UsageError: Not a mapping of what ``Checkpointer`` takes; or sharded.
     """
 
     def __init__(self, objects: Any, label: str) -> None:
@@ -112,6 +112,12 @@ class LiveView:
         self.world_size = 1
         self._captured = Captured(**objects)
         live = self._captured.tensors()
+        parts = [i.spec.key for i in live if i.spec.boxes != (Box.whole(i.spec.shape),)]
+        if parts:
+            raise UsageError(
+                f"Of {parts[0]} this rank holds a part only, as of {len(parts) - 1} more tensors.",
+                next_step="Save both trainings and compare the generations.",
+            )
         self.tensors: Mapping[str, Leaf] = {
             item.spec.key: LiveTensor(item.tensor, item.spec.key) for item in live
         }

@@ -22,11 +22,15 @@ class Plan:
         layout: Who writes what.
         index: Bytes of ``.snapshot_metadata``.
         frame: What all ranks together call their parts, groups and tied tensors.
+        parallelism: How this rank's tensors are divided, for people.
     """
 
-    def __init__(self, layout: Layout, frame: Mapping[str, Any]) -> None:
+    def __init__(
+        self, layout: Layout, frame: Mapping[str, Any], parallelism: Sequence[str]
+    ) -> None:
         self.layout = layout
         self.frame = frame
+        self.parallelism = list(parallelism)
         present = {tensor.key for tensor in layout.tensors}
         keys = {
             f"model/{encode_name(alias)}": f"model/{encode_name(name)}"
@@ -84,7 +88,8 @@ class Planner:
             self._plan = None  # none is left if what follows fails
             merged = self._merge(frame)
             layout = None if new_specs else last
-            self._plan = Plan(layout or self._layout(specs), merged)
+            layout = layout or self._layout(specs)
+            self._plan = Plan(layout, merged, self._captured.parallelism())
             self._specs, self._frame = specs, frame
         return self._plan
 

@@ -246,7 +246,6 @@ class Saver:
     ) -> Callable[[Mapping[str, Any], Mapping[str, Any]], ResumePoint]:
         parent = self._parent
         history = self._saves.mark_history(step)
-        parallelism = self._captured.parallelism()
 
         def make(files: Mapping[str, Any], notes: Mapping[str, Any]) -> ResumePoint:
             if plan is None:
@@ -270,7 +269,7 @@ class Saver:
                     **notes,
                     "parent_content": parent_content,
                     "history": history,
-                    "parallelism": parallelism,
+                    "parallelism": plan.parallelism,
                     **self._subject.policy.notes(),
                 },
             )

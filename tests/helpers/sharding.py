@@ -18,6 +18,7 @@ KINDS = ("ddp", "fsdp", "hsdp", "tp", "fsdp_tp", "zero")
 class Net(nn.Module):
     """Dims of 7, 1 and 5, a tied head, bfloat16 and float32, a frozen weight, buffers."""
 
+    table: torch.Tensor
     seen: torch.Tensor
     count: torch.Tensor
 
@@ -33,6 +34,7 @@ class Net(nn.Module):
         self.frozen = nn.Parameter(torch.randn(3, 2), requires_grad=False)
         self.head = nn.Linear(5, 7, bias=False)
         self.head.weight = self.embed.weight
+        self.register_buffer("table", torch.randn(7, 2))
         self.register_buffer("seen", torch.zeros(7))
         self.register_buffer("count", torch.tensor(0))
 
@@ -104,6 +106,8 @@ class Divided:
             placed = [Shard(_CUT[name])] if name in _CUT else [Replicate()]
             tensor = distribute_tensor(parameter.detach(), mesh, placed, src_data_rank=None)
             cut[id(parameter)] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+        # A buffer that ranks share: one global tensor, where the other kinds have a copy each.
+        self.net.table = distribute_tensor(self.net.table, mesh, [Shard(0)], src_data_rank=None)
         for module in self.net.modules():
             for name, held in module._parameters.items():
                 if held is not None:
@@ -136,7 +140,7 @@ class Divided:
 
     def held(self) -> dict[str, bytes]:
         """Return the bytes of everything that this rank holds and all kinds have."""
-        found: dict[str, bytes] = {}
+        found = {"table": _bytes(self.net.table)}
         for name, parameter in self.net.named_parameters():
             found[name] = _bytes(parameter)
             for key, value in self.state_of(parameter).items():

@@ -37,7 +37,9 @@ def _restore_all(ctx: RankContext, root: str, pairs: Sequence[tuple[int, str, st
     """Restore each saved run into each way; what torch itself would have put there is there."""
     from dist_ckpt.capture import Captured
     from dist_ckpt.comm import connect
+    from dist_ckpt.identity._describe import describe_structure
     from dist_ckpt.resume import restore_newest
+    from dist_ckpt.service._whole import look_around
 
     comm = connect(60.0)
     expected: dict[str, Any] = {}
@@ -55,7 +57,12 @@ def _restore_all(ctx: RankContext, root: str, pairs: Sequence[tuple[int, str, st
                 group["lr"] = 7.0
         captured = Captured(job.model, job.optimizers)
         store = GenerationStore(_run(root, ranks, saved))
-        resumed = restore_newest(store, comm, captured, admit=lambda _point: None)
+        structure = describe_structure(look_around(comm, captured).structure.to_json())
+
+        def admit(point: Any, found: Any = structure) -> None:
+            assert point.identity["structure"] == found
+
+        resumed = restore_newest(store, comm, captured, admit=admit)
         assert resumed is not None
         found = job.held()
         assert found.keys() == expected[kind].keys(), told
