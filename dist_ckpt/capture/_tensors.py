@@ -43,6 +43,7 @@ class SpecCache:
             or known[2] is not tensor.dtype
             or known[0].role is not role
             or known[3] != tensor.shape
+            or tensor.layout is not torch.strided
         ):
             known = self._specs[key] = self._describe(key, role, tensor, param)
         if known[4] or tensor.requires_grad:

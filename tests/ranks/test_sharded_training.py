@@ -450,3 +450,30 @@ def test_the_examples_of_the_page_on_sharding_are_one_program_that_runs(tmp_path
         "runs/tp/step_000020.bin",
         "runs/zero/step_000020.bin",
     ]
+
+
+# A rank that can't tell what it holds ----------------------------------------------------------
+
+
+def _fails_once(ctx: RankContext, folder: str) -> list[int]:
+    torch.manual_seed(1)
+    model = nn.Linear(2, 2)
+    model.register_buffer("seen", torch.zeros(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dist_ckpt.Checkpointer(
+        Path(folder), model=model, optimizer=optimizer, every=1, export="never"
+    ) as ckpt:
+        for step in ckpt.steps(until=3):
+            odd = ctx.rank == 1 and step == 2
+            model.seen = torch.zeros(2).to_sparse() if odd else torch.zeros(2)
+    return GenerationStore(Path(folder)).steps()
+
+
+def test_a_rank_whose_state_cannot_be_kept_fails_that_save_and_no_other(tmp_path: Path) -> None:
+    """Case 29: the others have nothing staged then, and all go on."""
+    run = tmp_path / "run"
+    assert _succeed(run_ranks(2, _fails_once, str(run))) == [[1, 3], [1, 3]]
+    (failed,) = [e for e in dist_ckpt.open_run(run).journal() if e["event"] == "save_failed"]
+    assert failed["step"] == 2
+    assert "rank 1: capture: model/seen is a tensor of layout" in failed["error"]
+    assert "rank 0" not in failed["error"]
