@@ -11,7 +11,16 @@ from dist_ckpt.identity._config import matches
 __all__ = ["unknown_words"]
 
 #: What a word may begin with, whatever the run is.
-_PARTS = ("code", "config", "data", "fresh_start", "generators", "structure", "versions")
+_PARTS = (
+    "code",
+    "config",
+    "data",
+    "fresh_start",
+    "generators",
+    "replicas",
+    "structure",
+    "versions",
+)
 _KINDS = ("extra", "policy", "scaler", "scheduler")
 #: Below these each name is known; below the others any is let through.
 _EXACT = ("config", "data", "extra", "versions")
