@@ -251,6 +251,8 @@ class Saver:
             if plan is None:
                 raise RuntimeError("a job without a plan comes to no resume point")
             parent_content = parent.get("content") if parent else None
+            more = {"history": history, "parallelism": plan.parallelism}
+            more |= self._subject.policy.notes()
             return ResumePoint(
                 run=self._subject.run,
                 step=step,
@@ -265,13 +267,7 @@ class Saver:
                 canonical=plan.layout.canonical,
                 identity=self._subject.identity,
                 shared=plan.shared(shared),
-                notes={
-                    **notes,
-                    "parent_content": parent_content,
-                    "history": history,
-                    "parallelism": plan.parallelism,
-                    **self._subject.policy.notes(),
-                },
+                notes={**notes, "parent_content": parent_content, **more},
             )
 
         return make
