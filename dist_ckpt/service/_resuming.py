@@ -89,11 +89,7 @@ def start_run(
         chosen=policy.choose,
         elsewhere=whole.elsewhere,
     )
-    imported: Imported | None = None
-    if resumed is None and settings.import_path is not None:
-        imported = import_bin(settings.import_path, comm, captured)
-    elif resumed is None and "replicas" not in settings.accepted:
-        check_replicas(comm, captured)
+    imported = None if resumed is not None else _begin_anew(comm, captured, settings)
     facts = found.facts
     if resumed is not None:
         facts = identity.carry_on(resumed.point.identity, facts)
@@ -119,6 +115,15 @@ def start_run(
     unverified = comm.together("setting aside and journalling", settle)
     told = comm.broadcast(json.dumps(unverified).encode() if comm.rank == 0 else None)
     return Start(resumed, facts, _parent(resumed), tuple(json.loads(told)), imported)
+
+
+def _begin_anew(comm: Comm, captured: Captured, settings: Settings) -> Imported | None:
+    """Without a resume point: take weights and moments of a .bin in, or see that ranks agree."""
+    if settings.import_path is not None:
+        return import_bin(settings.import_path, comm, captured)
+    if "replicas" not in settings.accepted:
+        check_replicas(comm, captured)
+    return None
 
 
 def _tell_words(attempt: Attempt, resumed: Resumed, settings: Settings) -> None:
