@@ -89,7 +89,7 @@ def start_run(
         chosen=policy.choose,
         elsewhere=whole.elsewhere,
     )
-    imported = None if resumed is not None else _begin_anew(comm, captured, settings)
+    imported = _begin(settings, comm, captured) if resumed is None else None
     facts = found.facts
     if resumed is not None:
         facts = identity.carry_on(resumed.point.identity, facts)
@@ -117,12 +117,11 @@ def start_run(
     return Start(resumed, facts, _parent(resumed), tuple(json.loads(told)), imported)
 
 
-def _begin_anew(comm: Comm, captured: Captured, settings: Settings) -> Imported | None:
-    """Without a resume point: take weights and moments of a .bin in, or see that ranks agree."""
+def _begin(settings: Settings, comm: Comm, captured: Captured) -> Imported | None:
+    """Where no generation is: take a .bin, or see that the ranks begin alike. Collective."""
     if settings.import_path is not None:
         return import_bin(settings.import_path, comm, captured)
-    if "replicas" not in settings.accepted:
-        check_replicas(comm, captured)
+    check_replicas(comm, captured, accept=settings.accepted)
     return None
 
 
