@@ -33,7 +33,7 @@ from dist_ckpt.history._readers import (
     read_metrics,
     read_samples,
 )
-from dist_ckpt.history._rejoin import Past, mark_history, read_past, rejoin_history, write_past
+from dist_ckpt.history._rejoin import Past, bookmark_history, read_past, rejoin_history, write_past
 from dist_ckpt.history._replay import ReplayResult, replay_summary
 from dist_ckpt.history._samples import Samples, canonical_samples, parse_samples
 from dist_ckpt.history._sidecars import (
@@ -67,6 +67,7 @@ __all__ = [
     "RunHistory",
     "Samples",
     "Window",
+    "bookmark_history",
     "canonical",
     "canonical_samples",
     "check_metric_names",
@@ -74,7 +75,6 @@ __all__ = [
     "encode_settings",
     "encode_state",
     "history_path",
-    "mark_history",
     "parse_journal",
     "parse_loss",
     "parse_metrics",

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dist_ckpt.history._metrics import Metrics
     from dist_ckpt.history._samples import Samples
 
-__all__ = ["Past", "mark_history", "read_past", "rejoin_history", "write_past"]
+__all__ = ["Past", "bookmark_history", "read_past", "rejoin_history", "write_past"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def read_past(
     )
 
 
-def mark_history(history: History) -> dict[str, int]:
+def bookmark_history(history: History) -> dict[str, int]:
     """Return where a history stands, for `read_past` after a cut."""
     path = history.loss.path.removesuffix(FILES["loss"]) + FILES["journal"]
     void_losses, void_samples = void_counts(read_or_none(path) or b"")

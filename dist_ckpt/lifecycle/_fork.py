@@ -8,6 +8,7 @@ what grows, the history, is a copy of each.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -243,16 +244,35 @@ def _write_sidecars(
         )
     finally:
         journal.close()
-    if policy is not None:
-        storage.write_durable(directory / f"{name}{_POLICY}", policy, mode=0o600)
-    elif origin.run_dir is not None:
-        parent = run_name(origin.run_dir)
-        for suffix in (_POLICY, _STATE):
-            with contextlib.suppress(NotFoundError):
-                path = origin.run_dir / f"{parent}{suffix}"
-                data = storage.read_file(path, limit_bytes=POLICY_LIMIT_BYTES)
-                storage.write_durable(directory / f"{name}{suffix}", data, mode=0o600)
+    _write_policy(origin, point, directory / name, policy)
     return len(past.loss)
+
+
+def _write_policy(origin: Origin, point: ResumePoint, stem: Path, policy: bytes | None) -> None:
+    """Have the branch's policy settings, and the state of its policy where a file has it.
+
+    The state lies in the generation too; the parent's file is of its newest one.
+    """
+    settings = policy
+    state = None
+    if policy is None and origin.run_dir is not None:
+        parent = str(origin.run_dir / run_name(origin.run_dir))
+        settings = _read_or_none(Path(parent + _POLICY))
+        if "policy" in point.notes:  # those that the point was made under
+            told = point.notes["policy"]
+            settings = None if told is None else json.dumps(told, indent=1).encode() + b"\n"
+        if origin.home is None and origin.store.steps()[-1] == point.step:
+            state = _read_or_none(Path(parent + _STATE))
+    for suffix, data in ((_POLICY, settings), (_STATE, state)):
+        if data is not None:
+            storage.write_durable(stem.with_name(stem.name + suffix), data, mode=0o600)
+
+
+def _read_or_none(path: Path) -> bytes | None:
+    try:
+        return storage.read_file(path, limit_bytes=POLICY_LIMIT_BYTES)
+    except NotFoundError:
+        return None
 
 
 def _past(origin: Origin) -> Past:

@@ -16,7 +16,7 @@ from dist_ckpt import storage
 from dist_ckpt.canonical import parse_step_name
 from dist_ckpt.errors import NotFoundError
 from dist_ckpt.generations import GenerationStore, StoredGenerations
-from dist_ckpt.history import History, mark_history, read_journal
+from dist_ckpt.history import History, bookmark_history, read_journal
 
 __all__ = ["Rewound", "finish_rewind", "is_rewinding", "plan_rewind", "rewind", "started_rewind"]
 
@@ -64,7 +64,7 @@ def rewind(store: GenerationStore, history: History, step: int) -> Rewound:
         StorageError: The file system refused. Call `finish_rewind` before anything else.
     """
     home = store.new_home(f"rewind_to_{step:06d}")
-    mark: Mapping[str, Any] = mark_history(history)
+    mark: Mapping[str, Any] = bookmark_history(history)
     history.journal.append(REWIND_STARTED, step=step, home=home, **mark)
     return _carry_out(store, history, step, home)
 

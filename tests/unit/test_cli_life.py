@@ -46,6 +46,7 @@ def test_a_fork_shares_its_files_and_carries_lineage_and_losses_up_to_its_step(
     parent, branch = killed_run(tmp_path), tmp_path / "branch"
     add_samples(parent)
     (parent / f"{parent.name}.state.json").write_text('{"arms": []}')
+    (parent / f"{parent.name}.policy.json").write_text('{"floors": {}}')
     before = snapshot_of(parent / "checkpoints")
     called = call("fork", f"{parent}@8", branch, "--json")
     assert called.status == 0, called.err
@@ -56,7 +57,8 @@ def test_a_fork_shares_its_files_and_carries_lineage_and_losses_up_to_its_step(
     assert steps(branch) == [8]
     assert read_loss(branch) == read_loss(parent)[:8]
     assert [sample["step"] for sample in read_samples(branch)] == [4, 8]
-    assert (branch / "branch.state.json").read_text() == '{"arms": []}'
+    assert (branch / "branch.policy.json").read_text() == '{"floors": {}}'
+    assert not (branch / "branch.state.json").exists()  # the parent's is of step 12
     first, *later = read_journal(branch)
     assert later == []
     assert (first["event"], first["step"], first["run"]) == ("forked", 8, parent.name)
@@ -64,6 +66,8 @@ def test_a_fork_shares_its_files_and_carries_lineage_and_losses_up_to_its_step(
     assert first["digest"].startswith("xxh3_128:")
     assert call("verify", branch).status == 0
     assert call("diff", f"{parent}@8", branch).status == 0
+    assert call("fork", f"{parent}@12", tmp_path / "late").status == 0
+    assert (tmp_path / "late" / "late.state.json").read_text() == '{"arms": []}'
 
 
 def test_two_branches_from_the_same_weights_are_compared_from_where_they_part(

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import dist_ckpt
-from dist_ckpt import errors, history
+from dist_ckpt import errors
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -201,7 +201,7 @@ def _constants(name: str) -> set[str]:
     pattern = re.compile(rf'^{name}: Final = "(\w+)"', re.MULTILINE)
     return {
         value
-        for path in Path(history.__path__[0]).glob("*.py")
+        for path in (ROOT / "dist_ckpt").rglob("*.py")
         for value in pattern.findall(path.read_text(encoding="utf-8"))
     }
 
