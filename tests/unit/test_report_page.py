@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dist_ckpt.history import History
+from dist_ckpt.history import History, canonical
 from dist_ckpt.report import Gathered, gather, render_page
 from dist_ckpt.report._page import asset, render_index
 from dist_ckpt.runs import open_run
@@ -171,6 +171,18 @@ def test_what_needs_looking_after_is_said(tmp_path: Path) -> None:
         "Step 12 can't be used", "The last save failed", "Found unusable and set aside in archive/",
     ]  # fmt: skip
     assert troubles[1].endswith("disk on fire")
+
+
+def test_a_rewind_to_before_the_first_loss_voids_all_of_them_in_the_page_too(
+    tmp_path: Path,
+) -> None:
+    run_dir = write_run(tmp_path / "run", losses=[(5, 1.0), (6, 0.5)])
+    with History(run_dir, "run", 2) as history:
+        history.cut(0)
+        history.record(7, 0.25, {})
+    gathered = gather(open_run(run_dir))
+    assert (gathered.void, len(gathered.entries)) == (2, 3)
+    assert canonical(gathered.entries[gathered.void :]) == open_run(run_dir).loss() == [(7, 0.25)]
 
 
 def test_long_samples_are_cut_and_old_ones_left_out(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 
 const chart = (() => {
   const KINDS = ["signal", "pivot", "fork", "rewind", "crash", "fault"];
-  const GLYPHS = {signal: "●", pivot: "◆", fork: "⑂", rewind: "◀", crash: "✕", fault: "▲"};
+  const GLYPHS = {signal: "●", pivot: "◆", fork: "■", rewind: "◀", crash: "✕", fault: "▲"};
   const NEAR_PX = 8;
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
