@@ -25,6 +25,7 @@ _STATE_LIMIT_BYTES = 1 << 20
 #: The newest samples go into a page, as long as their texts together aren't longer than this.
 _SAMPLES_CHARS = 200_000
 _SAMPLE_CHARS = 20_000
+_MAX_DAMAGED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,10 @@ def now_of(status: Status, journal: Iterable[Mapping[str, Any]]) -> dict[str, An
     left = None
     if until is not None and status.last_step is not None and status.secs_per_step:
         left = max(0, until - status.last_step) * status.secs_per_step
+    said = status.to_json()
+    del said["damaged"], said["set_aside"]  # of any number; the troubles tell of them
     return {
-        **status.to_json(),
+        **said,
         "is_alive": status.is_alive,
         "troubles": _troubles(status),
         "until": until,
@@ -79,7 +82,10 @@ def now_of(status: Status, journal: Iterable[Mapping[str, Any]]) -> dict[str, An
 
 def _troubles(status: Status) -> list[str]:
     """Return what somebody should look after, a sentence each."""
-    troubles = [f"Step {step} can't be used: {why}" for step, why in status.damaged.items()]
+    damaged = list(status.damaged.items())
+    troubles = [f"Step {step} can't be used: {why}" for step, why in damaged[:_MAX_DAMAGED]]
+    if len(damaged) > _MAX_DAMAGED:
+        troubles.append(f"{len(damaged) - _MAX_DAMAGED:,} older generations can't be used, either.")
     if status.failing is not None:
         count = status.failing.count
         which = "The last save" if count == 1 else f"The last {count} saves"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import statistics
 import sys
@@ -38,7 +39,10 @@ def make_run(folder: Path) -> Path:
     point = StoredGenerations(run_dir).manifest(12)
     for number in range(1, GENERATIONS + 1):
         step = number * LOSSES // GENERATIONS
-        write_manifest(run_dir / "checkpoints" / f"step_{step:06d}", point, step=step)
+        directory = run_dir / "checkpoints" / f"step_{step:06d}"
+        write_manifest(directory, point, step=step)
+        for name in point.files:
+            os.link(run_dir / "checkpoints" / "step_000012" / name, directory / name)
     losses = [
         [step, 2 + 3 * math.exp(-step / 3e4) + chance.gauss(0, 0.12)]
         for step in range(1, LOSSES + 1)

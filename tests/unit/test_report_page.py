@@ -171,6 +171,12 @@ def test_what_needs_looking_after_is_said(tmp_path: Path) -> None:
         "Step 12 can't be used", "The last save failed", "Found unusable and set aside in archive/",
     ]  # fmt: skip
     assert troubles[1].endswith("disk on fire")
+    for step in (4, 8):
+        (run_dir / "checkpoints" / f"step_{step:06d}" / "rank_00000.state").unlink()
+    for step in range(1, 4):
+        (run_dir / "checkpoints" / f"step_{step:06d}").mkdir()
+    troubles = gather(open_run(run_dir)).now["troubles"]
+    assert troubles[3] == "3 older generations can't be used, either."
 
 
 def test_a_rewind_to_before_the_first_loss_voids_all_of_them_in_the_page_too(
