@@ -36,10 +36,13 @@ __all__ = [
     "agent_pid",
     "announce",
     "announcement_lock",
+    "any_lost_a_peer",
     "any_stopped",
     "die_with_parent",
+    "is_orphaned",
     "launch_command",
     "launch_id",
+    "name_launcher",
     "process_alive",
     "process_start_time",
     "process_suspended",
@@ -57,6 +60,7 @@ LAUNCH_ID_ENV = "DIST_CKPT_LAUNCH_ID"
 AGENT_PID_ENV = "DIST_CKPT_AGENT_PID"
 LAUNCH_COMMAND_ENV = "DIST_CKPT_LAUNCH_COMMAND"
 
+_LAUNCHER_NAME = "launcher.json"
 _LOCK_NAME = "lock"
 _STOP_NAME = "stop"
 _STOPPED_NAME = "stopped"
@@ -72,7 +76,7 @@ class Announcement:
 
     ``start_time`` is in clock ticks since boot and makes a pid unique; ``attempt`` is torchrun's
     restart count; ``stopped`` says, once withdrawn, that the rank ended its training because it was
-    asked to.
+    asked to; ``lost_a_peer`` that it ended because another rank's launcher had died.
     """
 
     rank: int
@@ -82,6 +86,7 @@ class Announcement:
     local_world_size: int
     ready: bool
     stopped: bool = False
+    lost_a_peer: bool = False
 
 
 def launch_id() -> str | None:
@@ -140,7 +145,9 @@ def announce(rank: int) -> bool:
     return True
 
 
-def withdraw(rank: int, *, stopped: bool = False, again: bool = False) -> None:
+def withdraw(
+    rank: int, *, stopped: bool = False, again: bool = False, lost_a_peer: bool = False
+) -> None:
     """The launcher signals this process no more; call it before the handlers are taken away.
 
     Args:
@@ -149,6 +156,8 @@ def withdraw(rank: int, *, stopped: bool = False, again: bool = False) -> None:
             workers again, whatever they exit with.
         again: True when training ended to be started again: the agent does so once its workers
             have ended with 0.
+        lost_a_peer: True when it ended because another rank's launcher had died: torchrun then
+            starts the workers again though they exit with 0, where restarts are left.
     """
     directory = _launch_dir()
     if directory is None:
@@ -157,7 +166,12 @@ def withdraw(rank: int, *, stopped: bool = False, again: bool = False) -> None:
         before = _read_one(_record_path(directory, rank))
         if before is None or before.pid != os.getpid():
             return
-        after = {**asdict(before), "ready": False, "stopped": stopped}
+        after = {
+            **asdict(before),
+            "ready": False,
+            "stopped": stopped,
+            "lost_a_peer": lost_a_peer,
+        }
         write_json(_record_path(directory, rank), after)
         if stopped:
             (directory / _STOPPED_NAME).touch(mode=0o600)
@@ -208,6 +222,34 @@ def take_again(directory: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def any_lost_a_peer(directory: Path, pids: Collection[int]) -> bool:
+    """Return whether one of these processes ended because another rank's launcher had died."""
+    records = read_all_announcements(directory).values()
+    return any(record.lost_a_peer and record.pid in pids for record in records)
+
+
+def name_launcher(directory: Path) -> None:
+    """Workers can tell from now on whether this process, their launcher, lives."""
+    me = {"pid": os.getpid(), "start_time": process_start_time(os.getpid())}
+    write_json(directory / _LAUNCHER_NAME, me)
+
+
+def is_orphaned() -> bool:
+    """Return whether this process's launcher or torchrun's agent has died without being asked to.
+
+    False without our launcher, and where the launcher was asked to stop the job before it died.
+    """
+    directory = _launch_dir()
+    if directory is None or stop_requested(directory):
+        return False
+    try:
+        launcher = json.loads((directory / _LAUNCHER_NAME).read_text(encoding="utf-8"))
+        is_alive = process_alive(int(launcher["pid"]), int(launcher["start_time"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return True  # nobody else removes the directory
+    return not is_alive or process_start_time(_int_env(AGENT_PID_ENV, 0)) is None
 
 
 @contextlib.contextmanager
@@ -292,6 +334,7 @@ def _read_one(path: Path) -> Announcement | None:
             local_world_size=int(record["local_world_size"]),
             ready=bool(record["ready"]),
             stopped=bool(record["stopped"]),
+            lost_a_peer=bool(record["lost_a_peer"]),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -10,7 +10,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -49,8 +49,7 @@ def connect_ranks(timeout_secs: float) -> RankComm:
     """Return the `Comm` of this rank once all ranks are here. Collective. See `connect`."""
     install_exit_guard()
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    # torchrun may start its workers again on the same store, with what died ranks left there.
-    prefix = f"{PREFIX}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    prefix = _prefix(os.environ)
 
     def make_store() -> Store:
         # A clone has a connection of its own: a wait on the shared one would hold up the main
@@ -71,6 +70,14 @@ def connect_ranks(timeout_secs: float) -> RankComm:
         client.close()
         roll_client.close()
         raise
+
+
+def _prefix(environ: Mapping[str, str]) -> str:
+    """Return what all keys of this attempt begin with, the same on every rank."""
+    # The store of an agent keeps what died ranks have left. One of rank 0's own is new, and agents
+    # of several nodes count restarts apart.
+    shared = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return f"{PREFIX}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}" if shared else PREFIX
 
 
 def _meet(client: StoreClient, rank: int, num_ranks: int, timeout_secs: float) -> tuple[Peer, ...]:

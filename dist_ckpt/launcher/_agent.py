@@ -21,6 +21,7 @@ from dist_ckpt.announce import (
     AGENT_PID_ENV,
     LAUNCH_DIR_ENV,
     LAUNCH_ID_ENV,
+    any_lost_a_peer,
     any_stopped,
     die_with_parent,
     read_announcements,
@@ -28,7 +29,7 @@ from dist_ckpt.announce import (
     take_again,
     write_json,
 )
-from dist_ckpt.launcher._names import LAUNCHER_PID_ENV, RESULT_NAME, SHUTDOWN_ENV
+from dist_ckpt.launcher._names import LAUNCHER_PID_ENV, RESULT_NAME, SHUTDOWN_ENV, say
 from dist_ckpt.launcher._processes import launched_as, send_signal
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+# What `StoppableAgent` overrides; private to torch, so a release may move it.
+_SEAMS = ("_start_workers", "_monitor_workers", "_shutdown")
 _LEFTOVER_SECS = 5.0
 _POLL_SECS = 0.05
 
@@ -88,13 +91,16 @@ def _run_torchrun(argv: list[str], directory: Path, progress: _Progress) -> int:
             raise
         sys.stderr.write(f"dist-ckpt run: torchrun refused: {error}\n")
         return 2
-    return 0
+    if progress.deserted:
+        say("another node was lost, and no restarts are left (--max-restarts); all is saved.")
+    return int(progress.deserted)
 
 
 @dataclass
 class _Progress:
     started: bool = False  # workers were started at least once
     asked_to_end: bool = False  # SIGTERM came before torch handled it
+    deserted: bool = False  # the workers ended since another node was lost; no restarts are left
     stopping: bool = False  # the job was asked to end, by the launcher or at its ranks
 
 
@@ -103,11 +109,31 @@ def _usage_error(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def _agent_of_torch(api: Any) -> Any:
+    """Return torchrun's own agent, or end where this torch has none that we know."""
+    import torch  # noqa: PLC0415
+
+    base = getattr(api, "LocalElasticAgent", None)
+    missing = [name for name in _SEAMS if not callable(getattr(base, name, None))]
+    if not missing:
+        return base
+    say(
+        f"torch {torch.__version__} has no LocalElasticAgent with {', '.join(missing)}, by which "
+        "the launcher works. Use a torch that it was tested with (2.13), or plain torchrun, with "
+        "torchrun's own signals."
+    )
+    raise SystemExit(2)
+
+
 def _use_our_agent(directory: Path, progress: _Progress) -> None:
     # torchrun takes no agent class; it looks this name up when it launches.
+    from torch.distributed.elastic.agent.server.api import (  # noqa: PLC0415
+        RunResult,
+        WorkerState,
+    )
     from torch.distributed.launcher import api  # noqa: PLC0415
 
-    base: Any = api.LocalElasticAgent  # type: ignore[attr-defined]
+    base: Any = _agent_of_torch(api)
 
     class StoppableAgent(base):  # type: ignore[misc]
         """The agent of torchrun; a stop is final, and the end of each worker is written down."""
@@ -131,13 +157,19 @@ def _use_our_agent(directory: Path, progress: _Progress) -> None:
             )
             if progress.stopping:
                 self._remaining_restarts = 0
+            pids = set(self._pcontext.pids().values())
             result = super()._monitor_workers(worker_group)
-            ended_well = result.state.name == "SUCCEEDED"
-            if ended_well and not progress.stopping and take_again(directory):
+            if result.state != WorkerState.SUCCEEDED or progress.stopping:
+                return result
+            # They wrote and ended with 0, but the training isn't over.
+            if any_lost_a_peer(directory, pids):  # as after a failure
+                progress.deserted = self._remaining_restarts <= 0
+                return RunResult(state=WorkerState.UNHEALTHY)
+            if take_again(directory):
                 # A pivot: one restart more than the user allows for failures, and counted as one.
                 worker_group.spec.max_restarts += 1
                 self._restart_workers(worker_group)
-                return type(result)(state=worker_group.state)
+                return RunResult(state=worker_group.state)
             return result
 
         def _shutdown(self, *args: Any, **kwargs: Any) -> None:

@@ -25,18 +25,27 @@ _GONE_SECS = 10.0  # from SIGKILL to giving up: a process stuck in the kernel ca
 
 
 def end_leftovers(
-    inbox: Inbox, reap: Callable[[], None], *, grace_secs: float, num_sigints: int
+    inbox: Inbox,
+    reap: Callable[[], None],
+    *,
+    grace_secs: float,
+    extended_until: Callable[[], float],
+    num_sigints: int,
 ) -> int:
     """Nothing runs below this process any more; returns how many SIGINTs arrived meanwhile.
 
-    Orphans get SIGTERM, so that workers write and end; after the grace, or at the second SIGINT in
-    all, everything is killed.
+    Orphans get SIGTERM, so that workers write and end; after the grace, once no bytes of theirs
+    move (``extended_until``, by time.monotonic()), or at the second SIGINT in all, everything is
+    killed.
     """
     kill_time = time.monotonic() + grace_secs
     told: set[tuple[int, int]] = set()
     more_sigints = 0
     while left := children_below(os.getpid()):
         now = time.monotonic()
+        extended = extended_until()
+        if now < kill_time:
+            kill_time = max(kill_time, extended)
         if now >= kill_time + _GONE_SECS:
             say(f"not gone after SIGKILL, left alone: pids {[one.pid for one in left]}.")
             break

@@ -31,6 +31,8 @@ class Inbox:
         self._arrived: deque[int] = deque()
         self._before: dict[signal.Signals, Any] = {}
         self._wake_read = self._wake_write = self._wake_before = -1
+        #: A further descriptor whose input ends a wait; None for none.
+        self.also: int | None = None
 
     def __enter__(self) -> Self:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -56,10 +58,11 @@ class Inbox:
         os.close(self._wake_write)
 
     def wait(self, timeout_secs: float) -> None:
-        """A signal has arrived (SIGCHLD among them), or the time is over."""
+        """A signal has arrived (SIGCHLD among them), ``also`` has input, or the time is over."""
         if self._arrived:
             return
-        select.select([self._wake_read], [], [], max(timeout_secs, 0.0))
+        also = () if self.also is None else (self.also,)
+        select.select([self._wake_read, *also], [], [], max(timeout_secs, 0.0))
         with contextlib.suppress(BlockingIOError):
             while os.read(self._wake_read, 4096):
                 pass

@@ -33,11 +33,14 @@ What differs from torchrun:
   Ctrl-C twice       ends everything at once (status 130)
   held back          signals wait until the workers' handlers are installed
   SIGKILL            of launcher or agent: the workers write and end, none is left over
+  lost nodes         another node's launcher is killed: the job writes, and restarts
+                     (--max-restarts) with the nodes that are left (--nnodes 1:2)
+  NOTIFY_SOCKET      systemd is told READY, STATUS, WATCHDOG and STOPPING
   exit status        the workers' own where they agree, else torchrun's
 
 Options:
-  --grace SECS          what a stop may take once delivered, then the job is killed
-                        [{DEFAULT_GRACE_SECS:g}]
+  --grace SECS          what a stop may take once delivered, then the job is killed;
+                        longer while the bytes of its save move [{DEFAULT_GRACE_SECS:g}]
   --announce-wait SECS  how long a stop is held back for workers that have no handlers
                         yet, before torchrun is asked to end them [as --grace]; short
                         for scripts without dist_ckpt

@@ -27,12 +27,14 @@ from dist_ckpt.announce import (
     LAUNCH_ID_ENV,
     Announcement,
     announcement_lock,
+    name_launcher,
     process_start_time,
     read_announcements,
     request_stop,
 )
 from dist_ckpt.launcher._ending import end_leftovers, exit_status
 from dist_ckpt.launcher._names import LAUNCHER_PID_ENV, SHUTDOWN_ENV, say, signal_name
+from dist_ckpt.launcher._notices import Notices
 from dist_ckpt.launcher._processes import adopt_orphans, children_below, send_signal
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ class Launch:
     Args:
         command: torchrun's options, the script and its arguments.
         inbox: Where the launcher's signals arrive; entered already, so that none is lost.
-        grace_secs: What a stop may take from its delivery on.
+        grace_secs: What a stop may take from its delivery on; longer while its bytes move.
         announce_wait_secs: How long a stop is held back while no worker has handlers.
     """
 
@@ -69,6 +71,7 @@ class Launch:
         self._announce_wait_secs = announce_wait_secs
         self._id = secrets.token_hex(16)
         self._directory = Path(tempfile.mkdtemp(prefix="dist-ckpt-launch-"))
+        self._notices = Notices(self._directory)
         self._agent_pid = 0
         self._agent_start_time = 0
         self._agent_status: int | None = None
@@ -87,11 +90,14 @@ class Launch:
         held = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(held, fcntl.LOCK_SH)
         adopt_orphans(adopt=True)
+        self._inbox.also = self._notices.fileno()
         try:
+            name_launcher(self._directory)
             self._start_agent()
             while self._agent_status is None:
                 self._inbox.wait(self._wait_secs())
                 self._reap()
+                self._notices.pass_on()
                 for signum in self._inbox.take():
                     self._receive(signum)
                 self._advance()
@@ -99,12 +105,16 @@ class Launch:
             return self._exit_status(self._agent_status)
         finally:
             adopt_orphans(adopt=False)
+            self._notices.pass_on()
+            self._inbox.also = None
+            self._notices.close()
             os.close(held)
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start_agent(self) -> None:
         environ = {
             **os.environ,
+            **self._notices.environ,
             LAUNCH_DIR_ENV: str(self._directory),
             LAUNCH_ID_ENV: self._id,
             LAUNCH_COMMAND_ENV: json.dumps(sys.orig_argv),
@@ -162,6 +172,7 @@ class Launch:
         # Workers handle no SIGHUP: a closed terminal is a stop like another.
         self._stop = signal.SIGTERM if signum == signal.SIGHUP else signum
         self._stop_time = time.monotonic()
+        self._notices.stopping = True
         request_stop(self._directory)
         if not any(record.ready for record in read_announcements(self._directory)):
             say(
@@ -199,7 +210,7 @@ class Launch:
                         )
                     self._told.add(key)
         if self._told:
-            if now >= self._told_time + self._grace_secs:
+            if now >= max(self._told_time + self._grace_secs, self._notices.extended_until):
                 self._end_by_agent(f"the grace of {self._grace_secs:g} s is over", _KILL_SECS)
         elif records and now >= self._stop_time + _SETTLE_SECS:
             self._end_by_agent("the workers handle signals no more", self._grace_secs)
@@ -249,8 +260,16 @@ class Launch:
         else:
             grace_secs = self._grace_secs if killed else _KILL_SECS
         self._num_sigints += end_leftovers(
-            self._inbox, self._reap, grace_secs=grace_secs, num_sigints=self._num_sigints
+            self._inbox,
+            self._reap,
+            grace_secs=grace_secs,
+            extended_until=self._extended_until,
+            num_sigints=self._num_sigints,
         )
+
+    def _extended_until(self) -> float:
+        self._notices.pass_on()
+        return self._notices.extended_until if self._kill_time is None else 0.0
 
     def _exit_status(self, agent_status: int) -> int:
         if self._num_sigints > 1:

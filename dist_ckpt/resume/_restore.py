@@ -234,7 +234,8 @@ class Restore:
         except Exception as caught:  # noqa: BLE001 - told to every rank, then raised
             error = caught
         report = None if error is None else _report_of(error)
-        reports = [json.loads(data) for data in self._comm.gather(json.dumps(report).encode())]
+        told = self._comm.gather(json.dumps(report).encode(), phase=f"resume, {phase}")
+        reports = [json.loads(data) for data in told]
         failures = {rank: report for rank, report in enumerate(reports) if report is not None}
         if not failures:
             return result

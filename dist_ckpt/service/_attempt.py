@@ -204,10 +204,21 @@ def _start(
         host=holder["host"],
         world_size=comm.world_size,
         launch_id=holder["launch_id"],
+        scheduler=_scheduler(),
     )
     if removed:
         history.journal.append("cleaned", removed=removed)
     return _Started(lock, history, facts, removed, pivot)
+
+
+def _scheduler() -> dict[str, Any] | None:
+    """Return which job of a scheduler this is, and how often that was started again."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if not job:
+        return None
+    restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+    count = int(restarts) if restarts.isascii() and restarts.isdigit() else 0
+    return {"name": "slurm", "job": job, "restarts": count}
 
 
 def _how_started() -> dict[str, Any]:

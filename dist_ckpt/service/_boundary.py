@@ -30,6 +30,8 @@ class Wishes:
         taken: Another job has the run directory.
         pivot: A request for a pivot came; it waits for the cadence.
         low_bytes: What the last save needed and the disk didn't have; 0: it had.
+        orphaned: The stop came because launcher or agent of that rank has died: the other ranks are
+            to go on without it.
     """
 
     stop_signal: int = 0
@@ -42,6 +44,7 @@ class Wishes:
     taken: int = 0
     pivot: int = 0
     low_bytes: int = 0
+    orphaned: int = 0
 
     def encode(self) -> list[int]:
         """Return the numbers in a fixed order."""

@@ -218,8 +218,8 @@ class Checkpointer:
         if failure is not None:
             raise failure
         by_signal = session.stopped is not None and session.stopped.startswith("SIG")
-        if by_signal and self._settings.stop_exit_code:
-            raise SystemExit(self._settings.stop_exit_code)
+        if by_signal and session.stop_status:
+            raise SystemExit(session.stop_status)
 
     # The loop
 

@@ -34,6 +34,7 @@ def finish_generation(saves: Saves, step: int, id_: str) -> Finished:
     read back by the next start.
     """
     comm = saves.comm
+    saves.where.text = f"rank {comm.rank} was in verifying step {step}"
     verdict: list[Any] = ["verified", ""]
     try:
         _read_back(saves, step)
@@ -46,7 +47,9 @@ def finish_generation(saves: Saves, step: int, id_: str) -> Finished:
         return json.dumps(_conclude(saves, step, [json.loads(data) for data in reports])).encode()
 
     report = json.dumps(verdict).encode()
-    finished: Finished = json.loads(comm.exchange(f"verify {id_}", report, conclude))
+    finished: Finished = json.loads(
+        comm.exchange(f"verifying step {step} ({id_[:16]})", report, conclude)
+    )
     if finished == "verified" and comm.rank == 0:
         tidy(saves, step)
     return finished

@@ -71,6 +71,13 @@ class Job:
     policy: bytes | None = None
 
 
+@dataclass
+class Where:
+    """What the save in flight is doing, for the error of somebody who waited too long for it."""
+
+    text: str = "it was about to begin"
+
+
 @dataclass(frozen=True)
 class Saves:
     """What every job needs; the same for the whole attempt."""
@@ -89,6 +96,9 @@ class Saves:
     hurry: threading.Event = field(default_factory=threading.Event)
     #: Steps that answered a signal after they had been saved for another reason. Rank 0.
     answered: set[int] = field(default_factory=set)
+    #: Told each committed step, on every rank.
+    committed: Callable[[int], None] = lambda _step: None
+    where: Where = field(default_factory=Where)
 
 
 @dataclass(frozen=True)
@@ -120,20 +130,25 @@ def run_job(saves: Saves, job: Job) -> Outcome:
     comm = saves.comm
     started = time.monotonic()
     temporary: Path | None = None
+    awaited = "the other ranks" if comm.rank == 0 else "rank 0"
     try:
+        saves.where.text = f"rank {comm.rank} was waiting for {awaited} in staging step {job.step}"
         prepared = json.loads(
             comm.exchange(
-                f"prepare {job.id}",
+                f"staging step {job.step} ({job.id[:8]})",
                 _first_report(saves, job),
                 lambda all_: _prepare(saves, job, all_),
             )
         )
         _raise_errors(job, prepared)
         temporary = saves.store.directory / prepared["directory"]
+        saves.where.text = f"rank {comm.rank} was writing step {job.step}"
         report = _write(saves, job, temporary)
+        phase = f"writing and committing step {job.step}"
+        saves.where.text = f"rank {comm.rank} was waiting for {awaited} in {phase}"
         decided = json.loads(
             comm.exchange(
-                f"commit {job.id}",
+                f"{phase} ({job.id[:8]})",
                 report,
                 lambda all_: _commit(saves, job, Path(temporary or ""), all_, started),
             )
@@ -153,7 +168,7 @@ def _first_report(saves: Saves, job: Job) -> bytes:
         try:
             job.staged.wait(saves.settings.timeout_secs)
         except Exception as error:  # noqa: BLE001 - told to every rank
-            fault = told(error)
+            fault = during("staging", error)
     num_bytes = job.staged.num_bytes if job.staged else 0
     return json.dumps({"error": fault, "num_bytes": num_bytes}).encode()
 
@@ -172,7 +187,7 @@ def _prepare(saves: Saves, job: Job, reports: list[bytes]) -> bytes:
             storage.check_space(saves.store.run_dir, need, saves.settings.reserve_bytes)
             directory = saves.store.prepare(job.step, job.id[:8]).name
         except Exception as error:  # noqa: BLE001 - told to every rank
-            errors["0"] = told(error)
+            errors["0"] = during("preparing", error)
             low_bytes = need if isinstance(error, NoSpaceError) else 0
     answer = {"errors": errors, "directory": directory, "low_bytes": low_bytes}
     return json.dumps(answer).encode()
@@ -196,6 +211,12 @@ def told(error: Exception) -> Told:
     return f"{type(error).__name__}: {error}", ""
 
 
+def during(phase: str, error: Exception) -> Told:
+    """Return the same, with the phase in which it happened."""
+    what, hint = told(error)
+    return f"{phase}: {what}", hint
+
+
 def _write(saves: Saves, job: Job, directory: Path) -> bytes:
     """Write and sync this rank's files; return its report: digests, or what went wrong."""
     if job.staged is None:
@@ -206,7 +227,9 @@ def _write(saves: Saves, job: Job, directory: Path) -> bytes:
         storage.sync_dir(directory)
     except Exception as error:  # noqa: BLE001 - told to every rank
         low_bytes = job.staged.num_bytes if isinstance(error, NoSpaceError) else 0
-        return json.dumps({"error": told(error), "files": {}, "low_bytes": low_bytes}).encode()
+        return json.dumps(
+            {"error": during("writing", error), "files": {}, "low_bytes": low_bytes}
+        ).encode()
     files = {name: digest.to_json() for name, digest in written.files.items()}
     return json.dumps({"error": None, "files": files, "content": written.content}).encode()
 
@@ -223,6 +246,7 @@ def _commit(
     errors = {str(r): p["error"] for r, p in enumerate(parsed) if p["error"] is not None}
     finish: bool = True
     contents: str | None = None
+    saves.where.text = f"rank 0 was committing step {job.step}"
     if not errors:
         files = {name: record for p in parsed for name, record in p["files"].items()}
         try:
@@ -235,7 +259,7 @@ def _commit(
             saves.check_lock()
             saves.store.commit(temporary, point, job.index)
         except Exception as error:  # noqa: BLE001 - told to every rank
-            errors["0"] = told(error)
+            errors["0"] = during("committing", error)
         else:
             took = time.monotonic() - started
             finish = _leaves_time(job, took)

@@ -13,10 +13,12 @@ from dist_ckpt import announce
 from dist_ckpt.capture import Captured
 from dist_ckpt.comm import Comm, connect
 from dist_ckpt.service._attempt import Attempt, open_attempt
+from dist_ckpt.service._deadline import warn_of_tight_deadline
 from dist_ckpt.service._importing import save_import
 from dist_ckpt.service._job import Saves
 from dist_ckpt.service._keeper import Keeper
 from dist_ckpt.service._losses import Losses
+from dist_ckpt.service._notices import Notices
 from dist_ckpt.service._policy import KeptPolicy
 from dist_ckpt.service._resuming import Start, start_run
 from dist_ckpt.service._saver import Saver, Subject
@@ -72,6 +74,8 @@ def open_session(trainer: Trainer) -> Session:
 
 
 def _open(trainer: Trainer, comm: Comm, watch: SignalWatch) -> Session:
+    notices = Notices()
+    notices.starting()
     retention = trainer.settings.retention.to_json()
     attempt = open_attempt(trainer.run_dir, comm, settings={"retention": retention})
     voice = Voice(attempt.name, comm.rank)
@@ -93,7 +97,14 @@ def _open(trainer: Trainer, comm: Comm, watch: SignalWatch) -> Session:
         attempt.history.explain_by(lambda: likely_cause(trainer.given[0], comm.world_size))
         keeper = Keeper(attempt, voice.warn) if comm.rank == 0 else None
         saver = _build_saver(
-            trainer, attempt, comm, start, losses=losses, voice=voice, keeper=keeper
+            trainer,
+            attempt,
+            comm,
+            start,
+            losses=losses,
+            voice=voice,
+            keeper=keeper,
+            notices=notices,
         )
         if keeper is not None:
             keeper.newest = lambda: saver.committed_step
@@ -101,10 +112,13 @@ def _open(trainer: Trainer, comm: Comm, watch: SignalWatch) -> Session:
         if start.imported is not None:
             resumed = save_import(saver, attempt, start.imported)
         witness = call_witness(trainer, comm, resumed)
+        if comm.rank == 0:
+            warn_of_tight_deadline(attempt, trainer.settings.stop_secs, voice.warn)
     except BaseException as error:
         attempt.journal("attempt_failed", error=str(error))
         attempt.close()
         raise
+    notices.ready(resumed.step if resumed else None)
     return Session(
         settings=trainer.settings,
         comm=comm,
@@ -116,6 +130,7 @@ def _open(trainer: Trainer, comm: Comm, watch: SignalWatch) -> Session:
         resumed=resumed,
         keeper=keeper,
         witness=witness,
+        notices=notices,
     )
 
 
@@ -128,6 +143,7 @@ def _build_saver(
     losses: Losses,
     voice: Voice,
     keeper: Keeper | None,
+    notices: Notices,
 ) -> Saver:
     saves = Saves(
         comm=comm,
@@ -140,6 +156,7 @@ def _build_saver(
         settings=trainer.settings,
         say=voice.say,
         warn=voice.warn,
+        committed=notices.committed,
     )
     overlap = None
     on_device = any(p.is_cuda for p in trainer.captured.parameters().values())

@@ -62,7 +62,9 @@ class Planner:
         self._frame: dict[str, Any] | None = None
         self._plan: Plan | None = None
 
-    def plan(self, specs: list[TensorSpec] | None, shared: Mapping[str, Any] | None) -> Plan | None:
+    def plan(
+        self, specs: list[TensorSpec] | None, shared: Mapping[str, Any] | None, *, phase: str
+    ) -> Plan | None:
         """Return the plan of these specs; None where a rank has none, since its capture failed.
 
         Collective: it is made anew if anything changed anywhere.
@@ -70,6 +72,7 @@ class Planner:
         Args:
             specs: This rank's tensors, None where they couldn't be told.
             shared: This rank's shared values.
+            phase: Names the moment in errors.
 
         Raises:
             MismatchError: The ranks' tensors don't fit together; raised on every rank.
@@ -80,15 +83,16 @@ class Planner:
         failed = frame is None
         new_specs = self._plan is None or specs != self._specs
         flags = [failed, new_specs, new_specs or frame != self._frame]
-        failed, new_specs, new_frame = map(bool, self._comm.agree([int(flag) for flag in flags]))
+        agreed = self._comm.agree([int(flag) for flag in flags], phase=phase)
+        failed, new_specs, new_frame = map(bool, agreed)
         if failed or specs is None or frame is None:
             return None
         if new_frame:
             last = self._plan.layout if self._plan is not None else None
             self._plan = None  # none is left if what follows fails
-            merged = self._merge(frame)
+            merged = self._merge(frame, phase)
             layout = None if new_specs else last
-            layout = layout or self._layout(specs)
+            layout = layout or self._layout(specs, phase)
             self._plan = Plan(layout, merged, self._captured.parallelism())
             self._specs, self._frame = specs, frame
         return self._plan
@@ -96,18 +100,20 @@ class Planner:
     def predict(self) -> Layout | None:
         """Return the layout after the first update, None where that can't be told. Collective."""
         specs = self._captured.predicted_tensors()
-        if self._comm.agree([specs is None])[0] or specs is None:
+        phase = "planning the arena"
+        if self._comm.agree([specs is None], phase=phase)[0] or specs is None:
             return None
-        return self._layout(specs)
+        return self._layout(specs, phase)
 
-    def _merge(self, frame: dict[str, Any]) -> dict[str, Any]:
+    def _merge(self, frame: dict[str, Any], phase: str) -> dict[str, Any]:
         if self._comm.world_size == 1:
             return merge_frames([frame])
         payload = json.dumps(frame, allow_nan=False).encode()
-        return merge_frames([json.loads(data) for data in self._comm.gather(payload)])
+        told = self._comm.gather(payload, phase=phase)
+        return merge_frames([json.loads(data) for data in told])
 
-    def _layout(self, specs: Sequence[TensorSpec]) -> Layout:
+    def _layout(self, specs: Sequence[TensorSpec], phase: str) -> Layout:
         if self._comm.world_size == 1:
             return plan_layout([specs], self._order)
-        told = self._comm.gather(encode_specs(specs))
+        told = self._comm.gather(encode_specs(specs), phase=phase)
         return plan_layout([decode_specs(data) for data in told], self._order)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dist_ckpt import identity, lifecycle, storage
+from dist_ckpt import announce, identity, lifecycle, storage
 from dist_ckpt.capture import Captured, Structure
 from dist_ckpt.comm import Comm
 from dist_ckpt.errors import NotFoundError, NoUsableGenerationError, UsageError
@@ -24,6 +24,8 @@ from dist_ckpt.service._voice import Voice
 from dist_ckpt.service._whole import look_around
 
 __all__ = ["Start", "start_run"]
+
+_RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,9 @@ def start_run(
     generators: Mapping[str, Any],
 ) -> Start:
     """Restore the newest usable generation, or the one asked for; journal what was found."""
-    rewind_to = _rewind_to(settings)
+    # Any rank's word: agents of several nodes count their restarts apart.
+    again = bool(comm.agree([int(_is_restart(attempt))], phase="settings")[0])
+    rewind_to = _rewind_to(settings, again=again)
     whole = look_around(comm, captured)
     found = comm.together(
         "looking at the data", lambda: _describe(comm, whole.structure, settings, data)
@@ -75,7 +79,9 @@ def start_run(
         )
 
     comm.together("an unfinished rewind", lambda: _finish_rewind(attempt, comm, voice))
-    comm.together("settings", lambda: _check_settings(attempt, comm, settings, rewind_to))
+    comm.together(
+        "settings", lambda: _check_settings(attempt, comm, settings, rewind_to, again=again)
+    )
     begin_policy(attempt, comm, policy)
     resumed = restore_newest(
         attempt.store,
@@ -148,15 +154,24 @@ def _say_unknown(
         voice.warn(f"accept={word!r} names nothing that could differ here.{hint}")
 
 
-def _rewind_to(settings: Settings) -> int | None:
+def _rewind_to(settings: Settings, *, again: bool) -> int | None:
     if not isinstance(settings.resume, int):
         return None
-    # A restart of the same launch has gone back already; going back again would lose its work.
-    return None if _is_restart() else settings.resume
+    # A restart of the same launch or job has gone back already; again, it would lose its work.
+    return None if again else settings.resume
 
 
-def _is_restart() -> bool:
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in {"", "0"}
+def _is_restart(attempt: Attempt) -> bool:
+    """Whether the same launch, or the same job of a scheduler, has begun before."""
+    if any(os.environ.get(name, "0") not in {"", "0"} for name in _RESTART_COUNTS):
+        return True
+    # A node that joins makes torchrun start all again without counting it.
+    launch = announce.launch_id()
+    if launch is None or attempt.lock is None:
+        return False
+    events = read_journal(attempt.store.run_dir)
+    begun = [event for event in events if event["event"] == "attempt_started"]
+    return any(event.get("launch_id") == launch for event in begun[:-1])  # the last is this one
 
 
 @dataclass(frozen=True)
@@ -179,18 +194,18 @@ def _describe(comm: Comm, structure: Structure, settings: Settings, data: Any) -
 
 
 def _check_settings(
-    attempt: Attempt, comm: Comm, settings: Settings, rewind_to: int | None
+    attempt: Attempt, comm: Comm, settings: Settings, rewind_to: int | None, *, again: bool
 ) -> None:
     if comm.rank != 0:
         return
     steps = attempt.store.steps()
-    if settings.resume == "never" and steps and not _is_restart():
+    if settings.resume == "never" and steps and not again:
         raise UsageError(
             f"resume='never', but {attempt.store.run_dir} has generations up to step {steps[-1]}.",
             next_step="Use another run directory, or resume='auto'.",
             path=str(attempt.store.run_dir),
         )
-    if steps and settings.import_path is not None and not _is_restart():
+    if steps and settings.import_path is not None and not again:
         raise UsageError(
             f"{settings.import_path} is to be imported, but {attempt.store.run_dir} has "
             f"generations up to step {steps[-1]}.",

@@ -17,7 +17,7 @@ from dist_ckpt.capture import Captured
 from dist_ckpt.errors import DistCkptError, MismatchError, SaveFailedError
 from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.service._finish import catch_up, export_verified, finish_generation, retire
-from dist_ckpt.service._job import Job, Saves, Told, run_job, told
+from dist_ckpt.service._job import Job, Saves, Told, during, run_job, told
 from dist_ckpt.service._plans import Plan, Planner
 from dist_ckpt.service._policy import KeptPolicy
 from dist_ckpt.service._worker import Ticket, Worker
@@ -72,7 +72,7 @@ class Saver:
         self._counter = 0
         self._planner = Planner(captured, saves.comm, saves.settings.order)
         limit_secs = 2 * saves.settings.timeout_secs
-        self._worker = Worker(self._report, limit_secs, idle)
+        self._worker = Worker(self._report, limit_secs, lambda: saves.where.text, idle)
         self.take_failure = self._worker.take_failure
 
     # Training thread
@@ -124,7 +124,7 @@ class Saver:
         mine = -1
         if self._saves.comm.rank == 0 and self._committed_step is not None:
             mine = self._committed_step
-        step = self._saves.comm.agree([mine])[0]
+        step = self._saves.comm.agree([mine], phase="waiting for the save before")[0]
         return None if step < 0 else step
 
     def wait_done(self, deadline: float | None = None) -> None:
@@ -176,9 +176,9 @@ class Saver:
             specs = [item.spec for item in tensors]
             policy = self._subject.policy.sidecar() if self._saves.comm.rank == 0 else None
         except Exception as error:  # noqa: BLE001 - told to every rank through the job
-            fault = _during("capture", error)
+            fault = during("capture", error)
         try:
-            plan = self._planner.plan(specs, shared)
+            plan = self._planner.plan(specs, shared, phase=f"capture of step {step}")
         except MismatchError as error:
             fault = told(error)
         if plan is not None:
@@ -192,7 +192,7 @@ class Saver:
             try:
                 staged = self._staging.stage(plan.layout, tensors, values, may_overlap=may_overlap)
             except Exception as error:  # noqa: BLE001 - told to every rank through the job
-                fault = _during("staging", error)
+                fault = during("staging", error)
         job = Job(
             step=step,
             id=save_id,
@@ -276,10 +276,15 @@ class Saver:
 
     def _run(self, job: Job, ticket: Ticket) -> None:
         before = (self._committed_step, self._parent)
-        outcome = run_job(self._saves, job)
+        try:
+            outcome = run_job(self._saves, job)
+        except DistCkptError as error:
+            error.values.setdefault("step", job.step)
+            raise
         self.low_bytes = 0
         self._committed_step = job.step
         self._parent = {"step": job.step, "id": job.id, "content": outcome.content}
+        self._saves.committed(job.step)
         self.take_failure()  # an earlier save's: this one stands in its place
         ticket.committed.set()
         if not outcome.finish:
@@ -300,8 +305,3 @@ def _not_whole(step: int) -> SaveFailedError:
         next_step="It is in archive/ now; look at the disk. Earlier generations are untouched.",
         step=step,
     )
-
-
-def _during(phase: str, error: Exception) -> Told:
-    what, hint = told(error)
-    return f"{phase}: {what}", hint

@@ -13,9 +13,11 @@ from dist_ckpt.lifecycle import REQUEST_FILE, read_request
 from dist_ckpt.resume import Resumed
 from dist_ckpt.service._attempt import Attempt
 from dist_ckpt.service._boundary import PIVOT, Decision, Wishes, decide
+from dist_ckpt.service._deadline import stop_deadline
 from dist_ckpt.service._disk_low import heed_low_disk
 from dist_ckpt.service._keeper import Keeper
 from dist_ckpt.service._losses import Losses
+from dist_ckpt.service._notices import Notices
 from dist_ckpt.service._saver import Saver
 from dist_ckpt.service._settings import Settings
 from dist_ckpt.service._voice import Voice
@@ -36,6 +38,7 @@ class Session:
         step: Finished updates.
         resumed: The resume point that this attempt started from.
         stopped: What ended the run early, None while nothing has.
+        stop_status: The exit status after a stop by a signal.
     """
 
     def __init__(
@@ -51,10 +54,15 @@ class Session:
         resumed: Resumed | None,
         keeper: Keeper | None = None,
         witness: Witness | None = None,
+        notices: Notices | None = None,
     ) -> None:
         self._settings = settings
         self._witness = witness
+        self._notices = notices or Notices()
         self._stop_at = settings.stop_at
+        self._stop_secs = settings.stop_secs
+        self.stop_status = settings.stop_status
+        self._lost_a_peer = False
         self._comm = comm
         self._watch = watch
         self._attempt = attempt
@@ -93,6 +101,7 @@ class Session:
             JobError: The ranks lost each other.
             LockedError: Another job has taken the run directory.
         """
+        self._notices.alive()
         if self._witness is not None and not is_start:
             self._witness.step(self.step, self.losses.own(self.step))
         if self._stop_at is not None and self.step >= self._stop_at:
@@ -116,8 +125,9 @@ class Session:
         self.losses.flush(before=None if decision.reasons else self.step)
         deadline = None
         if decision.stops and agreed.stop_signal:
-            left = self._settings.deadline_secs - agreed.stop_age_ms / 1000
-            deadline = time.monotonic() + left
+            deadline = stop_deadline(self._stop_secs, agreed.stop_age_ms / 1000)
+            # Only then is the process about to end: else the script may have much to do yet.
+            self._notices.stopping(self.step)
         if decision.reasons:
             self._checkpoint(decision, agreed, deadline)
         if decision.stops:
@@ -196,6 +206,7 @@ class Session:
             taken=int(self._taken is not None),
             pivot=int(self._pivot is not None),
             low_bytes=self._saver.low_bytes if low_bytes is None else low_bytes,
+            orphaned=int(watch.stop_signal > 0 and announce.is_orphaned()),
         )
         return Wishes.decode(self._comm.agree(mine.encode(), phase=phase))
 
@@ -237,6 +248,7 @@ class Session:
     def _finish(self, agreed: Wishes, decision: Decision, deadline: float | None) -> None:
         if agreed.stop_signal:
             self.stopped = signal.Signals(agreed.stop_signal).name
+            self._lost_a_peer = bool(agreed.orphaned) and not announce.is_orphaned()
         elif agreed.stop:
             self.stopped = self._stop_word
         elif decision.pivots:
@@ -248,6 +260,8 @@ class Session:
             self._save_last_again(decision.reasons)
         if (failure := self._insist(decision.reasons, deadline)) is not None:
             raise failure
+        if self._lost_a_peer:
+            self._voice.warn("the launcher of another rank has died: this one goes on without it")
         if self.stopped:
             self._voice.say(f"stopped at step {self.step} by {self.stopped}")
 
@@ -256,7 +270,7 @@ class Session:
 
         There may be room again, or the directory. What isn't saved now is lost.
         """
-        ends = deadline or time.monotonic() + self._settings.deadline_secs
+        ends = deadline or time.monotonic() + self._stop_secs
         pause = _FIRST_PAUSE_SECS
         failure = self._saver.take_failure()
         while self._comm.agree([self._is_worth_another(failure, ends - pause)])[0]:
@@ -313,6 +327,7 @@ class Session:
 
         A SIGUSR1 that waits for the cadence asks for nothing yet.
         """
+        self._notices.alive()
         agreed = self._agree("poll")
         if self._settings.sigusr1 == "boundary":
             agreed = replace(agreed, usr1=0)
@@ -365,11 +380,14 @@ class Session:
             )
             self._attempt.close()
         finally:
+            self._notices.close()
             self._heed_late_signal()
+            by_request = self.stopped not in {None, PIVOT} and not self._lost_a_peer
             announce.withdraw(
                 self._comm.rank,
-                stopped=self.stopped not in {None, PIVOT} and not wrong,
+                stopped=by_request and not wrong,
                 again=self.stopped == PIVOT and not wrong,
+                lost_a_peer=self._lost_a_peer,
             )
             self._watch.uninstall()
             self._heed_late_signal()  # what came until now was noted; from here on it is Python's

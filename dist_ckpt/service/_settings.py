@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Collection, Mapping, Sequence
@@ -13,8 +14,10 @@ from dist_ckpt.errors import SettingError
 from dist_ckpt.generations import Retention
 
 __all__ = [
+    "DEADLINE_VARIABLE",
     "IMPORT_VARIABLE",
     "OMIT_VARIABLE",
+    "STATUS_VARIABLE",
     "STOP_AT_VARIABLE",
     "WITNESS_VARIABLE",
     "DiskLow",
@@ -33,7 +36,9 @@ Resume = Literal["auto", "never"] | int
 
 _ACCEPT_VARIABLE = "DIST_CKPT_ACCEPT"
 IMPORT_VARIABLE = "DIST_CKPT_IMPORT"
+DEADLINE_VARIABLE = "DIST_CKPT_DEADLINE_SECS"
 OMIT_VARIABLE = "DIST_CKPT_OMIT_RESTORE"
+STATUS_VARIABLE = "DIST_CKPT_STOP_EXIT_CODE"
 STOP_AT_VARIABLE = "DIST_CKPT_STOP_AT"
 WITNESS_VARIABLE = "DIST_CKPT_WITNESS"
 #: What can be left out of a restore, by the first word of its name.
@@ -105,6 +110,38 @@ class Settings:
         if strange := sorted(word for word in words if word.split(".", 1)[0] not in _PARTS):
             raise _refuse(OMIT_VARIABLE, strange[0], f"one of {', '.join(_PARTS)}")
         return words
+
+    @property
+    def stop_secs(self) -> float:
+        """What a stop may take: what stands beside the supervisor's own limit, else the setting.
+
+        Raises:
+            SettingError: The environment holds something else than a number of seconds.
+        """
+        text = os.environ.get(DEADLINE_VARIABLE, "").strip()
+        if not text:
+            return self.deadline_secs
+        try:
+            secs = float(text)
+        except ValueError:
+            secs = math.nan
+        if not (math.isfinite(secs) and secs > 0):
+            raise _refuse(DEADLINE_VARIABLE, text, "a number of seconds above 0")
+        return secs
+
+    @property
+    def stop_status(self) -> int:
+        """The status after a stop by a signal: what the supervisor's file says, else the setting.
+
+        Raises:
+            SettingError: The environment holds something else than a status.
+        """
+        text = os.environ.get(STATUS_VARIABLE, "").strip()
+        if not text:
+            return self.stop_exit_code
+        if not (text.isascii() and text.isdigit() and int(text) <= 255):
+            raise _refuse(STATUS_VARIABLE, text, "a whole number from 0 to 255")
+        return int(text)
 
     @property
     def stop_at(self) -> int | None:

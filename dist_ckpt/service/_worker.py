@@ -37,6 +37,7 @@ class Worker:
     Args:
         report: Told each failure on the background thread, to say and journal it.
         limit_secs: How long a wait may last.
+        where: Says what the work in flight is doing, for the error when a wait is over.
         idle: Called every ``IDLE_SECS`` while there is nothing to do.
     """
 
@@ -44,10 +45,12 @@ class Worker:
         self,
         report: Callable[[DistCkptError], None],
         limit_secs: float,
+        where: Callable[[], str],
         idle: Callable[[], None] | None = None,
     ) -> None:
         self._report = report
         self._limit_secs = limit_secs
+        self._where = where
         self._idle = idle
         self._current: Ticket | None = None
         self._failure: DistCkptError | None = None
@@ -110,7 +113,8 @@ class Worker:
                 )
             if time.monotonic() > ends:
                 raise JobError(
-                    f"The save in flight has not ended within {self._limit_secs:g} s.",
+                    f"The save in flight has not ended within {self._limit_secs:g} s: "
+                    f"{self._where()}.",
                     next_step="Look at the disk and the other ranks; if slow, raise timeout_secs.",
                     phase="save",
                 )
@@ -132,7 +136,7 @@ class Worker:
             except Exception as error:  # noqa: BLE001 - a thread's exception would be lost
                 self._fail(
                     SaveFailedError(
-                        f"The background thread failed: {error!r}",
+                        f"The background thread failed ({self._where()}): {error!r}",
                         next_step="Earlier generations are untouched. Please report this.",
                     )
                 )

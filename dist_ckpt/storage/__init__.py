@@ -28,7 +28,15 @@ from dist_ckpt.storage._names import (
     sync_dir,
     unlink,
 )
-from dist_ckpt.storage._ops import PAGE_BYTES, PIECE_BYTES, Ops, get_ops, round_up, use_ops
+from dist_ckpt.storage._ops import (
+    PAGE_BYTES,
+    PIECE_BYTES,
+    Ops,
+    get_ops,
+    last_moved,
+    round_up,
+    use_ops,
+)
 from dist_ckpt.storage._read import Segment, read_segments
 from dist_ckpt.storage._shard import write_shard
 from dist_ckpt.storage._small import read_file, replace_durable, write_durable
@@ -57,6 +65,7 @@ __all__ = [
     "free_bytes",
     "get_ops",
     "is_dir",
+    "last_moved",
     "link_or_copy",
     "list_names",
     "lock_holder",

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import time
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from dist_ckpt.storage._types import Bytes, Path
 
-__all__ = ["PAGE_BYTES", "PIECE_BYTES", "Ops", "get_ops", "round_up", "use_ops"]
+__all__ = ["PAGE_BYTES", "PIECE_BYTES", "Ops", "get_ops", "last_moved", "round_up", "use_ops"]
 
 PAGE_BYTES: Final = 4096
 """Alignment of direct writes: offset, length and address."""
@@ -67,11 +68,15 @@ class Ops:
 
     def pwrite(self, fd: int, data: Bytes, offset: int) -> int:
         """Write at ``offset`` and return how many bytes were taken, maybe fewer than given."""
-        return os.pwrite(fd, data, offset)
+        taken = os.pwrite(fd, data, offset)
+        _Seam.moved = time.monotonic()
+        return taken
 
     def preadv(self, fd: int, buffers: Sequence[bytearray | memoryview], offset: int) -> int:
         """Fill up to 1,024 buffers in order; return the bytes read, 0 at the end of the file."""
-        return os.preadv(fd, buffers, offset)
+        taken = os.preadv(fd, buffers, offset)
+        _Seam.moved = time.monotonic()
+        return taken
 
     def fsync(self, fd: int) -> None:
         """Make data and metadata durable; for a directory, its entries."""
@@ -153,6 +158,12 @@ class Ops:
 
 class _Seam:
     current: Ops = Ops()
+    moved: float = 0.0
+
+
+def last_moved() -> float:
+    """Return when a read or write of this process last came back, by time.monotonic(); 0: never."""
+    return _Seam.moved
 
 
 def get_ops() -> Ops:

@@ -14,12 +14,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dist_ckpt.announce import (
+    AGENT_PID_ENV,
     announce,
     announcement_lock,
+    any_lost_a_peer,
     any_stopped,
+    is_orphaned,
+    name_launcher,
     process_alive,
     process_start_time,
     read_announcements,
+    request_stop,
     withdraw,
 )
 from dist_ckpt.launcher._options import names_a_file, parse_options, plan_torchrun_args
@@ -50,6 +55,39 @@ def test_announcing_to_a_launcher_that_is_gone_does_nothing(
     monkeypatch.setenv("DIST_CKPT_LAUNCH_DIR", str(tmp_path / "gone"))
     assert announce(0) is False
     withdraw(0, stopped=True)
+
+
+def test_a_process_is_orphaned_when_launcher_or_agent_died_unless_they_were_asked_to_stop(
+    launch_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DIST_CKPT_LAUNCH_DIR")
+    assert not is_orphaned()  # without our launcher
+    monkeypatch.setenv("DIST_CKPT_LAUNCH_DIR", str(launch_dir))
+    agent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    monkeypatch.setenv(AGENT_PID_ENV, str(agent.pid))
+    name_launcher(launch_dir)
+    assert not is_orphaned()
+    agent.kill()
+    agent.wait()
+    assert is_orphaned()
+    monkeypatch.setenv(AGENT_PID_ENV, str(os.getppid()))
+    assert not is_orphaned()
+    record = launch_dir / "launcher.json"
+    launcher = json.loads(record.read_text())
+    record.write_text(json.dumps({**launcher, "start_time": 1}))
+    assert is_orphaned()
+    record.unlink()  # as by an agent that cleans up for a launcher that was killed
+    assert is_orphaned()
+    request_stop(launch_dir)
+    assert not is_orphaned()
+
+
+def test_a_rank_that_lost_a_peer_says_so_and_does_not_count_as_stopped(launch_dir: Path) -> None:
+    announce(0)
+    withdraw(0, lost_a_peer=True)
+    assert any_lost_a_peer(launch_dir, {os.getpid()})
+    assert not any_lost_a_peer(launch_dir, {1})
+    assert not any_stopped(launch_dir, {os.getpid()})
 
 
 def test_an_announcement_says_who_in_which_attempt_and_a_withdrawal_that_it_is_over(

@@ -80,14 +80,18 @@ def test_workers_write_and_end_when_launcher_and_agent_are_killed_together(job: 
     _assert_all_wrote(job)
 
 
-def test_a_killed_worker_ends_the_job_with_a_message_and_no_process(job: Launched) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_worker_ends_the_job_with_a_message_and_no_process(
+    rank: int, job: Launched
+) -> None:
     launch_id = job.value(0, "launch")
-    os.kill(int(job.value(1, "pid")), signal.SIGKILL)
+    os.kill(int(job.value(rank, "pid")), signal.SIGKILL)
 
     assert job.status() == 1, job.stderr
 
-    assert "rank 1: killed by SIGKILL" in job.stderr
+    assert f"rank {rank}: killed by SIGKILL" in job.stderr
     assert processes_of(launch_id) == {}
+    assert list(job.tmp.glob("dist-ckpt-launch-*")) == []
 
 
 def test_sigterm_to_every_process_at_once_still_ends_with_0(job: Launched) -> None:

@@ -9,8 +9,11 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from dist_ckpt.launcher import launch, main
+from dist_ckpt.launcher._agent import _Progress, _use_our_agent
+from dist_ckpt.launcher._options import _FLAGS, _SHORT_FLAGS
 from helpers.launching import ROOT, WORKER, Launched, processes_of
 
 if TYPE_CHECKING:
@@ -102,6 +105,45 @@ def test_an_option_that_torchrun_refuses_is_status_2_and_two_lines_at_most(
     job = start(option, WORKER, "--out", tmp_path / "out")
     assert job.status() == 2, job.stderr
     assert 1 <= job.stderr.count("\n") <= 2
+
+
+def test_every_option_of_torchrun_that_takes_no_value_is_known() -> None:
+    """The launcher looks for the script without torch: what it takes for a value isn't one."""
+    from torch.distributed.run import get_args_parser
+
+    alone = {
+        option
+        for action in get_args_parser()._actions
+        if action.nargs == 0 and action.dest != "help"
+        for option in action.option_strings
+    }
+    known = {f"--{name}" for name in _FLAGS} | set(_SHORT_FLAGS)
+    assert {option.replace("_", "-") for option in alone} == known
+
+
+@pytest.mark.parametrize("missing", ["LocalElasticAgent", "_monitor_workers"])
+def test_a_torch_without_the_agent_that_is_needed_is_refused_by_its_version(
+    missing: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from torch.distributed.launcher import api
+
+    class Agent:
+        def _start_workers(self) -> None: ...
+        def _shutdown(self) -> None: ...
+
+    if missing == "LocalElasticAgent":
+        monkeypatch.delattr(api, missing)
+    else:
+        monkeypatch.setattr(api, "LocalElasticAgent", Agent)
+    with pytest.raises(SystemExit, match="2"):
+        _use_our_agent(tmp_path, _Progress())
+    told = capsys.readouterr().err
+    assert f"torch {torch.__version__}" in told
+    assert "_monitor_workers" in told
+    assert "plain torchrun" in told
 
 
 def test_help_is_short_and_says_what_differs(capsys: pytest.CaptureFixture[str]) -> None:

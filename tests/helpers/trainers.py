@@ -28,6 +28,7 @@ from typing import Any, Self
 from torch._C._distributed_c10d import TCPStore
 
 from helpers.faulty_ops import Fault, faults_environment, read_strikes
+from helpers.phase_faults import PhaseFault, phase_environment, phase_strikes
 from helpers.training import NUM_SAMPLES, Options
 
 HELPERS = Path(__file__).resolve().parent
@@ -151,6 +152,7 @@ class Job:
         options: What the script does.
         ranks: World size.
         faults: Of storage, by rank; `strikes` tells which struck.
+        phase_faults: In phases of a save or a load, by rank; `struck_phases` tells which struck.
         env: Added to the environment of each rank.
         fresh: Whether each rank is an interpreter of its own.
     """
@@ -161,6 +163,7 @@ class Job:
         *,
         ranks: int = 1,
         faults: Mapping[int, Sequence[Fault]] | None = None,
+        phase_faults: Mapping[int, Sequence[PhaseFault]] | None = None,
         env: Mapping[str, str] | None = None,
         fresh: bool = False,
     ) -> None:
@@ -179,6 +182,8 @@ class Job:
             own = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
             struck = (faults or {}).get(rank, ())
             own |= faults_environment(struck, log=self._folder / f"strikes.{rank}")
+            phases = (phase_faults or {}).get(rank, ())
+            own |= phase_environment(phases, self._folder / f"phases.{rank}")
             log = self._folder / f"stderr.{rank}"
             self._ranks.append(make(options, {**own, **(env or {})}, log))
 
@@ -249,6 +254,10 @@ class Job:
         """Return what the rank has written on standard error."""
         path = self._folder / f"stderr.{rank}"
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+    def struck_phases(self, rank: int = 0) -> list[str]:
+        """Return the phases in which a rank was struck, in order."""
+        return phase_strikes(self._folder / f"phases.{rank}")
 
     def strikes(self, rank: int = 0) -> list[dict[str, Any]]:
         """Return the faults that struck a rank."""

@@ -33,6 +33,7 @@ import torch
 
 import dist_ckpt
 from helpers.faulty_ops import install_from_environment
+from helpers.phase_faults import install_phase_faults
 
 NUM_SAMPLES = 24
 
@@ -217,6 +218,7 @@ def digest(value: Any) -> str:
 def main(options: Options) -> None:
     """Train, and leave the files that the module's text tells of."""
     install_from_environment()
+    install_phase_faults()
     torch.set_num_threads(1)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
