@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from dist_ckpt import announce
 from dist_ckpt.comm import Comm
-from dist_ckpt.errors import DistCkptError, LockedError, SaveFailedError
+from dist_ckpt.errors import DistCkptError, JobError, LockedError, SaveFailedError
 from dist_ckpt.lifecycle import REQUEST_FILE, read_request
 from dist_ckpt.resume import Resumed
 from dist_ckpt.service._attempt import Attempt
@@ -273,7 +273,7 @@ class Session:
         ends = deadline or time.monotonic() + self._stop_secs
         pause = _FIRST_PAUSE_SECS
         failure = self._saver.take_failure()
-        while self._comm.agree([self._is_worth_another(failure, ends - pause)])[0]:
+        while self._agree_on_another(failure, ends - pause):
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECS)
             self._voice.say(f"step {self.step}: the save is tried again")
@@ -283,6 +283,15 @@ class Session:
             self._saver.wait_done(deadline)
             failure = self._saver.take_failure()
         return failure
+
+    def _agree_on_another(self, failure: DistCkptError | None, ends: float) -> bool:
+        try:
+            wish = self._is_worth_another(failure, ends)
+            return bool(self._comm.agree([wish], phase="the last save")[0])
+        except JobError as lost:
+            # A rank that was lost in the save is lost here, too; the first error says in which
+            # phase.
+            raise failure or lost from lost
 
     def _is_worth_another(self, failure: DistCkptError | None, ends: float) -> bool:
         """Rank 0: return whether the last save isn't there, and may be within the time."""
