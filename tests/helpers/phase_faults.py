@@ -30,7 +30,7 @@ PHASES = {
     "gather": ("dist_ckpt.comm._ranks", "RankComm", "exchange"),
     "commit": ("dist_ckpt.generations", "GenerationStore", "commit"),
     "verify": ("dist_ckpt.service._finish", None, "_read_back"),
-    "plan": ("dist_ckpt.resume._choose", None, "Reader"),
+    "plan": ("dist_ckpt.resume._restore", None, "Reader"),
     "read": ("dist_ckpt.resume._read", "Reader", "into"),
 }
 
