@@ -127,7 +127,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train ANDREA on the text that Python ships.")
     # Two names: torchrun takes --run for a beginning of its own --run-path, and refuses it.
     parser.add_argument(
-        "--run", "--run-dir", required=True, help="run directory; resumed when it exists"
+        "--run", "--run-dir", help="run directory; resumed when it exists (runs/PRESET)"
     )
     parser.add_argument("--preset", choices=sorted(PRESETS), default="tiny")
     parser.add_argument("--steps", type=int, default=200_000, help="train until this step")
@@ -137,7 +137,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num-workers", type=int, default=0, help="loader processes a rank")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    options.run = options.run or f"runs/{options.preset}"
+    return options
 
 
 if __name__ == "__main__":
