@@ -26,6 +26,9 @@ __all__ = ["IndexedTensor", "decode_name", "encode_index", "encode_name", "parse
 #: The torchsnapshot release whose format this is; frozen since 2023.
 TORCHSNAPSHOT_VERSION = "0.1.0"
 
+#: Of torch's own tensors; so that arithmetic on what is read stays small.
+_MAX_NUMBER = 2**63 - 1
+_MAX_DIMS = 64
 _LOCATION = re.compile(r"rank_\d{5,10}\.(shard|state)")
 
 
@@ -190,10 +193,12 @@ def _parse_place(shard: dict[str, Any], element_bytes: int) -> Placement:
     offsets, sizes = shard["offsets"], shard["sizes"]
     start, stop = shard["tensor"]["byte_range"]
     numbers = [*offsets, *sizes, start, stop]
-    if any(type(number) is not int or number < 0 for number in numbers):
-        raise ValueError("offsets, sizes and byte ranges are whole numbers from 0 up")
-    if len(offsets) != len(sizes):
-        raise ValueError("offsets and sizes differ in length")
+    if any(type(number) is not int or not 0 <= number <= _MAX_NUMBER for number in numbers):
+        raise ValueError(
+            f"offsets, sizes and byte ranges are whole numbers from 0 to {_MAX_NUMBER}"
+        )
+    if len(offsets) != len(sizes) or len(sizes) > _MAX_DIMS:
+        raise ValueError(f"offsets and sizes differ in length, or are more than {_MAX_DIMS}")
     box = Box(tuple(offsets), tuple(sizes))
     if stop - start != box.numel * element_bytes:
         raise ValueError(f"{stop - start} bytes for {box.numel} elements of {element_bytes}")

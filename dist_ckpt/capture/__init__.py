@@ -17,6 +17,7 @@ from dist_ckpt.capture._merge import (
 )
 from dist_ckpt.capture._parts import check_stateful, load_stateful, state_of
 from dist_ckpt.capture._rng import Generator, encode_rng, restore_rng
+from dist_ckpt.capture._schema import check_rank, check_shared
 from dist_ckpt.capture._sharding import is_sharded, local_of, parts_of
 from dist_ckpt.capture._values import LiveTensor, Stateful, Structure
 
@@ -26,6 +27,8 @@ __all__ = [
     "LiveTensor",
     "Stateful",
     "Structure",
+    "check_rank",
+    "check_shared",
     "check_stateful",
     "encode_rng",
     "frame_of",

@@ -20,6 +20,7 @@ from dist_ckpt.capture._sharding import is_sharded
 from dist_ckpt.capture._values import Mismatches, TensorLike
 from dist_ckpt.capture._walk import ModelView
 from dist_ckpt.capture._zero import inner_of, is_zero
+from dist_ckpt.errors import CorruptFileError
 from dist_ckpt.tree import JSON, TORCH_DTYPES, decode_tree
 
 __all__ = ["StatePlan", "check_groups", "load_groups"]
@@ -84,7 +85,7 @@ def load_groups(
     for index, (entry, (group, names)) in enumerate(pairs):
         if not is_zero(optimizer):  # it has divided its parameters by their present order
             _reorder(group, names, _here(entry["params"], view, elsewhere))
-        for name, value in decode_tree(entry["values"]).items():
+        for name, value in _decode_dict(entry["values"], "a group").items():
             if name in _FLAGS and name in group:
                 if group[name] != value:
                     where = f"{label_of('optimizer', key)}/param_groups/{index}/{name}"
@@ -212,6 +213,8 @@ class StatePlan:
                 parts[name][path] = targets[key] = self._target(name, path, spec)
         for (name, path), first in self.ties.items():
             if name in held:
+                if first not in targets:
+                    raise _malformed(f"{name}/{path} is tied to {first!r}, which isn't there")
                 parts[name][path] = targets[first]
         for name, owner in self.states.owners.items():
             if name not in held:
@@ -223,8 +226,10 @@ class StatePlan:
 
     @staticmethod
     def _split(key: str, view: ModelView) -> tuple[str, str]:
-        _, name, path = key.split("/", 2)
-        return view.kept_name(unquote(name)), path
+        parts = key.split("/", 2)
+        if len(parts) != 3 or parts[0] != "optimizer":
+            raise _malformed(f"{key!r} names no tensor of an optimizer")
+        return view.kept_name(unquote(parts[1])), parts[2]
 
     def apply(self) -> None:
         """Every live parameter has the state that was built, or none."""
@@ -258,11 +263,31 @@ class StatePlan:
     def _state(self, name: str, owner: str, tensors: dict[str, torch.Tensor]) -> dict[Any, Any]:
         tree = self.trees.get(name)
         if tree is not None:
-            get: Callable[[JSON], torch.Tensor] = tensors.__getitem__
-            state: dict[Any, Any] = decode_tree(tree, get_tensor=get)
-            return state
+
+            def get(path: JSON) -> torch.Tensor:
+                if not isinstance(path, str) or path not in tensors:
+                    raise _malformed(f"the state of {name} refers to {path!r}, which isn't there")
+                return tensors[path]
+
+            return _decode_dict(tree, f"the state of {name}", get)
         order = self.layouts.get(owner, {}).get(frozenset(tensors), tensors)
         return {unquote(path): tensors[path] for path in order}
+
+
+def _decode_dict(
+    tree: JSON, what: str, get: Callable[[JSON], torch.Tensor] | None = None
+) -> dict[Any, Any]:
+    found = decode_tree(tree, get_tensor=get)
+    if not isinstance(found, dict):
+        raise _malformed(f"{what} is a {type(found).__name__}")
+    return found
+
+
+def _malformed(what: str) -> CorruptFileError:
+    return CorruptFileError(
+        f"The saved state isn't one of an optimizer: {what}.",
+        next_step="Verify the generation, or use another.",
+    )
 
 
 def lies_on_host(

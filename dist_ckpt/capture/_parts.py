@@ -11,7 +11,7 @@ from torch import nn
 
 from dist_ckpt.capture._optim import label_of
 from dist_ckpt.capture._values import Mismatches, Stateful, is_accepted
-from dist_ckpt.errors import UnsupportedValueError, UsageError
+from dist_ckpt.errors import CorruptFileError, UnsupportedValueError, UsageError
 from dist_ckpt.tree import JSON, decode_tree, encode_tree
 
 __all__ = [
@@ -139,6 +139,11 @@ def decode_value(node: JSON, get: Any) -> Any:
     """Return what `encode_value` was given, tensors on their device where this machine has it."""
 
     def get_tensor(reference: JSON) -> torch.Tensor:
+        if not isinstance(reference, dict) or type(reference.get("at")) is not int:
+            raise CorruptFileError(
+                f"The saved state refers to a tensor by {reference!r:.100}.",
+                next_step="Verify the generation, or use another.",
+            )
         tensor: torch.Tensor = get(reference["at"])
         device = decode_tree({"$device": reference.get("device", "cpu")})
         return tensor if device.type == tensor.device.type else tensor.to(device)

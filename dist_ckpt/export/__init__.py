@@ -1,6 +1,15 @@
 """Canonical files of generations. Layer 5, not collective."""
 
 from dist_ckpt.export._assemble import canonical_pieces
-from dist_ckpt.export._bin import export_bin, read_bin, write_bin, write_sum
+from dist_ckpt.export._bin import export_bin, read_bin, write_bin
+from dist_ckpt.export._sum import check_sum, read_sum, write_sum
 
-__all__ = ["canonical_pieces", "export_bin", "read_bin", "write_bin", "write_sum"]
+__all__ = [
+    "canonical_pieces",
+    "check_sum",
+    "export_bin",
+    "read_bin",
+    "read_sum",
+    "write_bin",
+    "write_sum",
+]

@@ -21,6 +21,7 @@ from dist_ckpt.canonical import (
 )
 from dist_ckpt.errors import DistCkptError, UsageError
 from dist_ckpt.export._assemble import canonical_pieces
+from dist_ckpt.export._sum import write_sum
 from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.resume_point import ResumePoint, shard_name
 
@@ -156,11 +157,3 @@ def _is_ours(path: Path, store: StoredGenerations, point: ResumePoint, *, copy: 
     except DistCkptError:
         return False
     return True
-
-
-def write_sum(path: Path, digest: str | None = None) -> str:
-    """Have ``FILE.sha256`` beside a file; return the sum, computed where it isn't given."""
-    found = digest or storage.sha256_file(path)
-    text = f"{found}  {path.name}\n".encode()
-    storage.replace_durable(path.with_name(f"{path.name}.sha256"), text)
-    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import stat
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from dist_ckpt.errors import (
     CorruptFileError,
     DigestMismatchError,
     DistCkptError,
+    ForeignFileError,
     NotFoundError,
 )
 from dist_ckpt.generations._pins import PINS_LIMIT_BYTES, PINS_NAME, Pins, parse_pins
@@ -68,9 +70,24 @@ class StoredGenerations:
         return self.run_dir / bin_name(step)
 
     def manifest_bytes(self, step: int, *, from_device: bool = False) -> bytes:
-        """Return the bytes of ``resume_point.json``, unchecked."""
+        """Return the bytes of ``resume_point.json``, unchecked.
+
+        Raises:
+            ForeignFileError: A symbolic link has the generation's name: what is verified, marked
+                and retired is in the run directory and nowhere else.
+        """
+        self._require_own(step)
         path = self.path(step) / RESUME_POINT_NAME
         return storage.read_file(path, limit_bytes=MANIFEST_LIMIT_BYTES, from_device=from_device)
+
+    def _require_own(self, step: int) -> None:
+        path = self.path(step)
+        if stat.S_ISLNK(storage.lstat(path).st_mode):
+            raise ForeignFileError(
+                f"{path} is a symbolic link, and no generation.",
+                next_step="Remove the link; copy the generation here if it is wanted.",
+                path=str(path),
+            )
 
     def manifest(self, step: int, *, from_device: bool = False) -> ResumePoint:
         """Return the checked resume point of ``step``.

@@ -20,18 +20,20 @@ if TYPE_CHECKING:
 __all__ = ["UNREADABLE", "Journal", "NullJournal", "parse_journal"]
 
 UNREADABLE: Final = "unreadable"
+_MAX_COUNT: Final = 2**63 - 1
 _OWN_KEYS: Final = frozenset({"time", "attempt"})
 
 
 def parse_journal(data: bytes) -> list[dict[str, Any]]:
     """Return the events in the order of the file.
 
-    A torn last line is left out. A damaged line elsewhere is reported in its place as an event
-    ``"unreadable"`` with ``line`` and ``num_bytes``, so that the rest stays readable.
+    A torn last line is left out. A damaged line elsewhere, or one that is no event, is reported in
+    its place as an event ``"unreadable"`` with ``line`` and ``num_bytes``, so that the rest stays
+    readable. Each event has ``time``, ``attempt``, ``event`` and ``step``, of these types.
     """
     return [
-        value
-        if value is not None
+        {"time": None, "attempt": None, "step": None, **value}
+        if value is not None and _is_event(value)
         else {
             "time": None,
             "attempt": None,
@@ -42,6 +44,23 @@ def parse_journal(data: bytes) -> list[dict[str, Any]]:
         }
         for number, line, value in parse_lines(data)
     ]
+
+
+def _is_event(value: dict[str, Any]) -> bool:
+    counts = (value.get("attempt"), value.get("step"))
+    return (
+        type(value.get("event")) is str
+        and all(count is None or _is_count(count) for count in counts)
+        and (value.get("time") is None or _is_finite(value["time"]))
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_COUNT
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= _MAX_COUNT
 
 
 class Journal:

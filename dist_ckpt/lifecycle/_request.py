@@ -7,6 +7,7 @@ is also the memory of a pivot under way: it goes when the journal has the pivot,
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -31,6 +32,8 @@ __all__ = [
 
 REQUEST_FILE: Final = "request.json"
 _LIMIT_BYTES: Final = 1 << 24
+_ARCHIVE: Final = re.compile(r"pivot_[0-9]{1,20}(-[0-9]{1,10})?")
+_MAX_STEP: Final = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ def read_request(run_dir: Path) -> PivotRequest | None:
         return None
     try:
         return _parse(strict_loads(data))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise CorruptFileError(
             f"{path} isn't a request that this version knows ({error}).",
             next_step="Move it away; `dist-ckpt pivot` writes a new one.",
@@ -124,9 +127,11 @@ def _parse(body: Any) -> PivotRequest:
     begun = body["begun"]
     if begun is not None:
         archive = begun["archive"]
-        if type(archive) is not str or "/" in archive or not archive.startswith("pivot_"):
+        if type(archive) is not str or not _ARCHIVE.fullmatch(archive):
             raise ValueError(f"archive {archive!r}")
-        begun = Begun(int(begun["step"]), archive, _settings(begun["before"]))
+        if type(begun["step"]) is not int or not 0 <= begun["step"] <= _MAX_STEP:
+            raise ValueError(f"step {begun['step']!r}")
+        begun = Begun(begun["step"], archive, _settings(begun["before"]))
     if type(body["id"]) is not str or not body["id"]:
         raise ValueError(f"id {body['id']!r}")
     return PivotRequest(body["id"], _settings(body["policy"]), float(body["time"]), begun)

@@ -8,7 +8,7 @@ from pathlib import Path
 from dist_ckpt import storage
 from dist_ckpt.canonical import parse_step_name
 from dist_ckpt.errors import DistCkptError
-from dist_ckpt.export import read_bin
+from dist_ckpt.export import check_sum, read_bin
 from dist_ckpt.generations import StoredGenerations
 
 __all__ = ["advise_import", "find_bin"]
@@ -23,13 +23,9 @@ def find_bin(store: StoredGenerations) -> Path | None:
     steps = {parse_step_name(name): name for name in names if name.endswith(".bin")}
     for step in sorted((step for step in steps if step is not None), reverse=True):
         path = store.run_dir / steps[step]
-        with suppress(DistCkptError, ValueError, IndexError):
+        with suppress(DistCkptError):
             read_bin(path)
-            beside = path.with_name(f"{path.name}.sha256")
-            if storage.exists(beside):
-                text = storage.read_file(beside, limit_bytes=1 << 16).decode("ascii")
-                if text.split()[0] != storage.sha256_file(path):
-                    continue
+            check_sum(path)
             return path
     return None
 

@@ -19,7 +19,7 @@ from dist_ckpt.canonical import HEADER_BYTES
 from dist_ckpt.capture import Captured
 from dist_ckpt.comm import Comm
 from dist_ckpt.errors import CorruptFileError, MismatchError
-from dist_ckpt.export import read_bin
+from dist_ckpt.export import check_sum, read_bin
 from dist_ckpt.resume._read import Reader
 from dist_ckpt.slices import Box, ByteRange, Placement, Role, TensorSpec
 from dist_ckpt.snapshot_index import IndexedTensor
@@ -63,12 +63,15 @@ def import_bin(path: Path, comm: Comm, captured: Captured) -> Imported:
         captured: The live objects.
 
     Raises:
-        NotFoundError, CorruptFileError: There is no such file, or it isn't one.
+        NotFoundError, CorruptFileError: There is no such file, or it isn't one, or it isn't that of
+            the ``.sha256`` beside it.
         MismatchError: It isn't this model's, or the optimizer isn't of Adam's kind. Nothing has
             changed then.
         RankFailedError: Another rank failed.
     """
     plan = comm.together("fitting the .bin to the model", lambda: _Fit(path, captured))
+    # Rank 0 alone: the sum takes a reading of the whole file.
+    comm.together("checking the .bin's sum", lambda: comm.rank == 0 and check_sum(path))
     told = comm.together("looking at the .bin", lambda: plan.look() if comm.rank == 0 else [])
     stateless = json.loads(comm.broadcast(json.dumps(told).encode() if comm.rank == 0 else None))
     notes = comm.together("reading the .bin", lambda: plan.load(stateless))

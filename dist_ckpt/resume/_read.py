@@ -99,7 +99,15 @@ class Reader:
     def own(self, rank: int, tensors: Iterable[OwnTensor]) -> list[torch.Tensor]:
         """Return fresh CPU tensors read from a rank's ``.state`` file."""
         wanted = list(tensors)
-        fresh = [torch.empty(t.shape, dtype=torch_dtype(t.dtype)) for t in wanted]
+        try:
+            fresh = [torch.empty(t.shape, dtype=torch_dtype(t.dtype)) for t in wanted]
+        except (RuntimeError, TypeError, ValueError) as error:  # sizes that torch can't count
+            path = self._directory / state_name(rank)
+            raise CorruptFileError(
+                f"{path} has a tensor that can't be: {error}",
+                next_step="Use another generation.",
+                path=str(path),
+            ) from error
         plan = FileSegments()
         for own, tensor in zip(wanted, fresh, strict=True):
             plan.add(own.byte_range.start, bytes_of(tensor))

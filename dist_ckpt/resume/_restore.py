@@ -14,7 +14,7 @@ from typing import Any
 
 from dist_ckpt.capture import Captured
 from dist_ckpt.comm import Comm
-from dist_ckpt.errors import DistCkptError, MismatchError, RankFailedError
+from dist_ckpt.errors import CorruptFileError, DistCkptError, MismatchError, RankFailedError
 from dist_ckpt.generations import StoredGenerations, is_bad_bytes
 from dist_ckpt.resume._derive import derive_rng
 from dist_ckpt.resume._read import Reader
@@ -183,9 +183,15 @@ class Restore:
         )
 
     def _load_rank(self, told: Inherited, own: Sequence[Any]) -> None:
-        self._captured.load_rank(
-            told.values, lambda number: own[number], accept=self._accept, omit=self._omit
-        )
+        def get(number: int) -> Any:
+            if not 0 <= number < len(own):
+                raise CorruptFileError(
+                    f"{self._store.path(self._step)} refers to tensor {number} of {len(own)}.",
+                    next_step="Use another generation.",
+                )
+            return own[number]
+
+        self._captured.load_rank(told.values, get, accept=self._accept, omit=self._omit)
 
     def _rng(
         self,
@@ -220,9 +226,9 @@ class Restore:
 
     def _notes_of_parallelism(self, point: ResumePoint) -> list[str]:
         before, now = point.notes.get("parallelism"), self._captured.parallelism()
-        if before is None or before == now:
+        if not isinstance(before, list) or before == now:
             return []
-        told = f"[{'; '.join(before) or 'none'}] → [{'; '.join(now) or 'none'}]"
+        told = f"[{'; '.join(map(str, before)) or 'none'}] → [{'; '.join(now) or 'none'}]"
         why = "sums are made in another order, so the continuation can't be compared bit by bit"
         return [f"parallelism {told}: {why}"]
 

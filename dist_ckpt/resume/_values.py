@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from dist_ckpt.capture import with_values
+from dist_ckpt.capture import check_rank, check_shared, with_values
 from dist_ckpt.resume._read import Reader
 from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.staging import OwnTensor, StateTail
 from dist_ckpt.tree import JSON
 
-__all__ = ["Inherited", "differing_parts", "inherit"]
+__all__ = ["Inherited", "check_values", "differing_parts", "inherit"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ def inherit(
         wanted: Words of the parts that are live here.
         elsewhere: Words of parts that only other live ranks have.
     """
-    tail = reader.tail(rank)
+    check_shared(point.shared)
+    tail = _sound_tail(reader, rank)
     part_ranks: Mapping[str, int] = point.shared.get("part_ranks", {})
     tails: dict[int, StateTail] = {rank: tail}
     tensors = [(rank, own) for own in tail.tensors]
@@ -77,7 +78,7 @@ def inherit(
             continue
         owner = part_ranks.get(word, 0)
         if owner not in tails:
-            tails[owner] = reader.tail(owner)
+            tails[owner] = _sound_tail(reader, owner)
         other = tails[owner]
         if word in other.values["values"]:
             values[word] = _shifted(other.values["values"][word], len(tensors))
@@ -93,6 +94,24 @@ def inherit(
     )
 
 
+def check_values(reader: Reader, point: ResumePoint, rank: int) -> None:
+    """Return if what a rank keeps besides tensors is of this very save, and of the known form.
+
+    Raises:
+        CorruptFileError: It isn't, though its digest may be right.
+    """
+    check_shared(point.shared)
+    _sound_tail(reader, rank)
+
+
+def _sound_tail(reader: Reader, rank: int) -> StateTail:
+    """Return a rank's tail whose values are of the form that capture gives them."""
+    tail = reader.tail(rank)
+    check_shared(tail.shared)
+    check_rank(tail.values)
+    return tail
+
+
 def _shifted(node: JSON, by: int) -> JSON:
     """Return a tree whose references to tensors are numbers ``by`` higher."""
     if isinstance(node, list):
@@ -101,7 +120,7 @@ def _shifted(node: JSON, by: int) -> JSON:
         return node
     for tag in ("$tensor", "$ndarray"):
         reference = node.get(tag)
-        if isinstance(reference, dict) and "at" in reference:
+        if isinstance(reference, dict) and type(reference.get("at")) is int:
             return {tag: {**reference, "at": reference["at"] + by}}
     return {key: _shifted(item, by) for key, item in node.items()}
 
@@ -114,7 +133,7 @@ def differing_parts(reader: Reader, point: ResumePoint) -> set[str]:
     first: dict[str, Any] = {}
     different: set[str] = set()
     for rank in range(point.world_size):
-        tail = reader.tail(rank)
+        tail = _sound_tail(reader, rank)
         for word, value in tail.values["values"].items():
             if first.setdefault(word, value) != value:
                 different.add(word)

@@ -22,6 +22,8 @@ from dist_ckpt.resume_point._strict_json import load_strict_json
 
 __all__ = ["encode_resume_point", "parse_resume_point"]
 
+#: No count, size or step is larger; arithmetic on what is read stays small.
+_MAX_NUMBER = 2**63 - 1
 _FILE_NAME = re.compile(r"rank_\d{5,10}\.(shard|state)")
 _TAIL = re.compile(rb'"digest": "xxh3_128:([0-9a-f]{32})"\n}\n\Z')
 
@@ -78,6 +80,10 @@ def parse_resume_point(data: bytes, *, path: object) -> ResumePoint:
             next_step="Point at a generation that dist_ckpt wrote.",
             path=str(path),
         )
+    tail = _TAIL.search(data)
+    # The digest first: a flipped bit in the version's number is no later version.
+    if tail is not None:
+        _require_own_digest(data, tail, path)
     if body.get("version") != VERSION:
         raise FormatVersionError(
             f"{path} has format version {body.get('version')!r}; this dist_ckpt reads {VERSION}.",
@@ -86,9 +92,12 @@ def parse_resume_point(data: bytes, *, path: object) -> ResumePoint:
             expected=VERSION,
             found=body.get("version"),
         )
-    tail = _TAIL.search(data)
     if tail is None:
         raise check.fault("it doesn't end with its own digest")
+    return _build(check)
+
+
+def _require_own_digest(data: bytes, tail: re.Match[bytes], path: object) -> None:
     found = _own_digest(data[: tail.start(1)], data[tail.end(1) :])
     if found.encode() != tail.group(1):
         raise DigestMismatchError(
@@ -99,20 +108,19 @@ def parse_resume_point(data: bytes, *, path: object) -> ResumePoint:
             expected=tail.group(1).decode(),
             found=found,
         )
-    return _build(check)
 
 
 def _build(check: _Checker) -> ResumePoint:
     canonical = _Checker(check.get("canonical", dict), check.path)
     files = check.get("files", dict)
     world_size = check.number("world_size", least=1)
-    wanted = {name(rank) for rank in range(world_size) for name in (shard_name, state_name)}
     for name, record in files.items():
         if not _FILE_NAME.fullmatch(name):
             raise check.fault(f"the file name {name!r} isn't one of a generation")
         _check_record(check, name, record, "whole")
-    if set(files) != wanted:
-        found = f"{len(files)} files where {world_size} ranks wrote {len(wanted)}"
+    # Counted before the names are made: a number of ranks costs memory only where files are listed.
+    if len(files) != 2 * world_size or set(files) != _names_of(world_size):
+        found = f"{len(files)} files where {world_size} ranks wrote {2 * world_size}"
         raise check.fault(f"it lists {found}")
     index = check.get("index", dict)
     _check_record(check, INDEX_NAME, index, "digest")
@@ -126,7 +134,7 @@ def _build(check: _Checker) -> ResumePoint:
         id=check.get("id", str),
         parent=parent,
         attempt=check.number("attempt", least=0),
-        time=float(check.get("time", int | float)),
+        time=check.seconds("time"),
         reasons=check.strings("reasons"),
         world_size=world_size,
         files=files,
@@ -142,6 +150,10 @@ def _build(check: _Checker) -> ResumePoint:
         shared=check.body.get("shared"),
         notes=check.get("notes", dict),
     )
+
+
+def _names_of(world_size: int) -> set[str]:
+    return {name(rank) for rank in range(world_size) for name in (shard_name, state_name)}
 
 
 class _Checker:
@@ -167,9 +179,15 @@ class _Checker:
 
     def number(self, key: str, *, least: int) -> int:
         value: int = self.get(key, int)
-        if value < least:
-            raise self.fault(f"{key!r} is {value}, below {least}")
+        if not least <= value <= _MAX_NUMBER:
+            raise self.fault(f"{key!r} is {value}, not from {least} to {_MAX_NUMBER}")
         return value
+
+    def seconds(self, key: str) -> float:
+        value = self.get(key, int | float)
+        if abs(value) > _MAX_NUMBER:
+            raise self.fault(f"{key!r} is {value}")
+        return float(value)
 
     def strings(self, key: str) -> tuple[str, ...]:
         values = self.get(key, list)
@@ -181,7 +199,7 @@ class _Checker:
 def _check_record(check: _Checker, name: str, record: Any, digest_key: str) -> None:
     size = record.get("size_bytes") if isinstance(record, dict) else None
     digest = record.get(digest_key) if isinstance(record, dict) else None
-    if type(size) is not int or size < 0 or not isinstance(digest, str):
+    if type(size) is not int or not 0 <= size <= _MAX_NUMBER or not isinstance(digest, str):
         raise check.fault(f"the entry of {name!r} lacks its size or digest")
 
 

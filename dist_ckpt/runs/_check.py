@@ -14,7 +14,8 @@ from dist_ckpt.errors import (
     ForeignFileError,
 )
 from dist_ckpt.generations import StoredGenerations
-from dist_ckpt.resume_point import RESUME_POINT_NAME
+from dist_ckpt.resume import Reader, check_values
+from dist_ckpt.resume_point import RESUME_POINT_NAME, ResumePoint, state_name
 from dist_ckpt.runs._check_bin import Origin, check_bin
 from dist_ckpt.runs._findings import Depth, Finding
 from dist_ckpt.runs._places import holds_format
@@ -98,8 +99,20 @@ def check_generation(
         finding.add(error, directory)
     for name, digest in digests.items():
         _check_file(finding, directory / name, digest, depth, progress)
+    if depth.is_whole and finding.is_whole:
+        _check_values(finding, store, point)
     finding.drop_if_gone(gone=not storage.exists(directory))
     return finding
+
+
+def _check_values(finding: Finding, store: StoredGenerations, point: ResumePoint) -> None:
+    """Look for files of another rank or save that the resume point vouches for all the same."""
+    reader = Reader(store, point)
+    for rank in range(point.world_size):
+        try:
+            check_values(reader, point, rank)
+        except DistCkptError as error:
+            finding.add(error, store.path(point.step) / state_name(rank))
 
 
 def _check_file(

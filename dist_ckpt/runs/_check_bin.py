@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
 
 from dist_ckpt import storage
 from dist_ckpt.canonical import parse_step_name
@@ -15,17 +13,13 @@ from dist_ckpt.errors import (
     DigestMismatchError,
     DistCkptError,
     ForeignFileError,
-    NotFoundError,
 )
-from dist_ckpt.export import canonical_pieces, read_bin
+from dist_ckpt.export import canonical_pieces, read_bin, read_sum
 from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.resume_point import ResumePoint, shard_name
 from dist_ckpt.runs._findings import Depth, Finding
 
 __all__ = ["Origin", "check_bin", "find_origin"]
-
-_SUM_LINE: Final = re.compile(rb"([0-9a-f]{64}) [ *]([^\n\0]+)\n?")
-_SUM_LIMIT_BYTES: Final = 1 << 16
 
 #: Where the generation of a .bin lies, and its resume point.
 Origin = tuple[StoredGenerations, ResumePoint]
@@ -60,7 +54,7 @@ def check_bin(
         state = read_bin(path)
         finding.step = state.step
         _check_header(finding, path, (state.step, state.num_params), origin)
-        wanted = _read_sum(path)
+        wanted = read_sum(path)
         if wanted is None:
             finding.notes.append("no .sha256 beside it")
         if depth.is_whole:
@@ -139,26 +133,3 @@ def _is_shard(path: Path, origin: Origin) -> bool:
         return False
     own = storage.lstat(path)
     return (own.st_dev, own.st_ino) == (shard.st_dev, shard.st_ino)
-
-
-def _read_sum(path: Path) -> str | None:
-    """Return the SHA-256 that ``FILE.sha256`` says, as ``sha256sum`` writes it; None without one.
-
-    Raises:
-        CorruptFileError: It isn't such a file, or is about another one.
-    """
-    beside = path.with_name(f"{path.name}.sha256")
-    try:
-        data = storage.read_file(beside, limit_bytes=_SUM_LIMIT_BYTES)
-    except NotFoundError:
-        return None
-    match = _SUM_LINE.fullmatch(data)
-    if match is None or match[2].decode("utf-8", "replace") != path.name:
-        raise CorruptFileError(
-            f"{beside} isn't the sum of {path.name} as sha256sum writes it.",
-            next_step=f"Make it again: sha256sum {path.name} > {beside.name}",
-            path=str(beside),
-            expected=f"<64 hex>  {path.name}",
-            found=repr(data[:100]),
-        )
-    return match[1].decode()

@@ -23,6 +23,9 @@ FORMAT = "dist_ckpt.state"
 VERSION = 1
 #: The length behind the JSON.
 TAIL_BYTES = 8
+#: Of torch's own tensors; so that arithmetic on what is read stays small.
+_MAX_NUMBER = 2**63 - 1
+_MAX_DIMS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,18 +131,23 @@ def parse_tail(data: bytes, *, limit: int, path: object) -> StateTail:
     for own in (*tail.buffers.values(), *tail.tensors):
         if own.byte_range.stop > limit:
             raise _fault(path, f"a tensor ends at byte {own.byte_range.stop}, behind {limit}")
+    # Each has bytes of its own, so that whoever makes room for them needs no more than the file.
+    if sum(own.byte_range.num_bytes for own in tail.tensors) > limit:
+        raise _fault(path, f"its tensors overlap within {limit} bytes")
     return tail
 
 
 def _whole(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} isn't a whole number from 0 up")
+    if type(value) is not int or not 0 <= value <= _MAX_NUMBER:
+        raise ValueError(f"{value!r} isn't a whole number from 0 to {_MAX_NUMBER}")
     return value
 
 
 def _own(row: Any) -> OwnTensor:
     start, dtype, shape = row
     dtype_size(dtype)
+    if len(shape) > _MAX_DIMS:
+        raise ValueError(f"a tensor of {len(shape)} dims")
     return OwnTensor(_whole(start), dtype, tuple(_whole(size) for size in shape))
 
 

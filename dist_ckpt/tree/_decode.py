@@ -72,7 +72,7 @@ def _decode_tag(tag: str, payload: JSON, get: GetTensor | None, depth: int) -> A
         if inline_text:
             return _build(tag, payload, _inline_array)
         found = get(payload)
-        return found if tag == "$tensor" else found.numpy()
+        return found if tag == "$tensor" else _build(tag, payload, lambda _: found.numpy())
     if tag in _LEAF_TAGS:
         return _build(tag, payload, _LEAF_TAGS[tag])
     if tag not in _NODE_TAGS:
@@ -112,7 +112,7 @@ def _inline_array(payload: JSON) -> np.ndarray[Any, Any]:
     shape = _sizes(payload["shape"])
     if len(raw) != math.prod(shape) * dtype.itemsize:
         raise ValueError(len(raw))
-    return np.frombuffer(raw, dtype=dtype).reshape(shape) if raw else np.empty(shape, dtype)
+    return np.frombuffer(raw, dtype=dtype).reshape(shape) if raw else _numpy_empty(shape, dtype)
 
 
 def _sizes(shape: JSON) -> tuple[int, ...]:
@@ -125,6 +125,13 @@ def _numpy_dtype(name: JSON) -> np.dtype[Any]:
     if not NUMPY_DTYPES.fullmatch(name):
         raise ValueError(name)
     return np.dtype(name)
+
+
+def _numpy_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    # Texts of no characters take no bytes in the file, and one character each in memory.
+    if dtype.itemsize == 0 and math.prod(shape) > 1 << 20:
+        raise ValueError(shape)
+    return np.empty(shape, dtype)
 
 
 def _numpy_scalar(payload: JSON) -> np.generic:

@@ -25,13 +25,21 @@ from dist_ckpt.storage import digest_bytes, sync_dir
 SAVE_ID = "0123456789abcdef" * 2
 
 
+_SHARED = ("parts", "optimizers", "ties", "schedulers", "scalers")
+
+
+def _values() -> dict[str, Any]:
+    rng = dict.fromkeys(("python", "numpy", "torch", "cuda"))
+    return {"rng": {**rng, "named": {}}, "values": {}}
+
+
 @dataclass
 class Part:
     """What one rank of an imagined job holds."""
 
     tensors: Sequence[LiveTensor]
-    encode: Callable[[Callable[[str, Any], Any]], Any] = lambda _put: {"rng": {}, "values": {}}
-    shared: Any = field(default_factory=dict)
+    encode: Callable[[Callable[[str, Any], Any]], Any] = lambda _put: _values()
+    shared: Any = field(default_factory=lambda: {kind: {} for kind in _SHARED})
     aliases: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -16,6 +16,7 @@ from dist_ckpt.generations import GenerationStore
 from dist_ckpt.resume_point import encode_resume_point
 from dist_ckpt.runs import Depth, check_generation, open_run
 from helpers.generating import adam_part, change_byte, write_generation
+from helpers.hostile import resealed
 from helpers.run_dirs import call, ended_run, snapshot_of, spawn
 
 SHARD, STATE = "rank_00000.shard", "rank_00000.state"
@@ -201,7 +202,7 @@ def test_a_later_format_version_is_refused_and_not_called_faulty(tmp_path: Path)
     run_dir = ended_run(tmp_path)
     path = run_dir / "checkpoints/step_000008/resume_point.json"
     data = encode_resume_point(open_run(run_dir).generation(8).manifest)
-    overwrite(path, data.replace(b'"version": 1', b'"version": 2', 1))
+    overwrite(path, resealed(data.replace(b'"version": 1', b'"version": 2', 1)))
     called = call("verify", run_dir, "--json")
     assert (called.status, called.json["refused"][0]["id"]) == (2, "format-version")
     assert call("show", f"{run_dir}@8").status == 2

@@ -28,6 +28,7 @@ from dist_ckpt.seeding import kept_generators
 from dist_ckpt.storage import use_ops
 from helpers.faulty_ops import Fault, FaultyOps
 from helpers.generating import change_byte, part_of, write_generation
+from helpers.hostile import resealed
 
 
 @pytest.fixture(autouse=True)
@@ -215,7 +216,7 @@ def test_a_format_of_a_later_version_is_refused_rather_than_skipped(tmp_path: Pa
     saved_run(tmp_path, 100, 200)
     path = GenerationStore(tmp_path).path(200) / RESUME_POINT_NAME
     path.chmod(0o600)
-    path.write_bytes(path.read_bytes().replace(b'"version": 1', b'"version": 2'))
+    path.write_bytes(resealed(path.read_bytes().replace(b'"version": 1', b'"version": 2')))
     with pytest.raises(FormatVersionError, match="version 2"):
         restore(tmp_path, Training())
 

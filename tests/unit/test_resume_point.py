@@ -16,6 +16,7 @@ from dist_ckpt.resume_point import (
     load_strict_json,
     parse_resume_point,
 )
+from helpers.hostile import resealed
 
 
 def record(size: int = 10) -> dict[str, Any]:
@@ -74,9 +75,21 @@ def rewritten(**changes: Any) -> bytes:
 
 
 def test_a_later_format_version_is_refused_by_name() -> None:
-    data = encode_resume_point(POINT).replace(b'"version": 1', b'"version": 2')
+    data = resealed(encode_resume_point(POINT).replace(b'"version": 1', b'"version": 2'))
     with pytest.raises(FormatVersionError, match="2"):
         parse_resume_point(data, path="x")
+
+
+def test_a_flipped_bit_in_the_version_is_no_later_version() -> None:
+    """Case 1: the run goes on from an older generation, rather than asking for another program."""
+    data = encode_resume_point(POINT).replace(b'"version": 1', b'"version": 3')
+    with pytest.raises(DigestMismatchError):
+        parse_resume_point(data, path="x")
+
+
+def test_a_huge_number_of_ranks_takes_no_memory() -> None:
+    with pytest.raises(CorruptFileError, match="4 files where 1000000000000 ranks"):
+        parse_resume_point(rewritten(world_size=10**12), path="x")
 
 
 def test_a_foreign_json_file_is_refused() -> None:
@@ -110,6 +123,9 @@ def test_numbers_out_of_range_are_refused() -> None:
     [
         b'{"a": 1, "a": 2}',
         b'{"a": NaN}',
+        b'{"a": 1e999}',
+        b'{"a": ' + b"[" * 400 + b"]" * 400 + b"}",
+        b'{"a": 1' + b"0" * 5000 + b"}",
         b"[" * 100_000,
         b"\xff\xfe{}",
         b"[]",
