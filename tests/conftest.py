@@ -19,4 +19,5 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
 for name in [name for name in os.environ if name.startswith("DIST_CKPT_")]:
-    del os.environ[name]
+    if not name.startswith("DIST_CKPT_TEST_"):  # seeds and records, meant for the tests
+        del os.environ[name]

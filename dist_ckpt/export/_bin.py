@@ -97,6 +97,8 @@ def _put(target: Path, make: Callable[[Path], str]) -> str:
     try:
         answer = make(beside)
         storage.rename(beside, target)
+        # Two links of one file: the rename did nothing, and left both.
+        storage.unlink(beside, missing_ok=True)
     except BaseException:
         storage.unlink(beside, missing_ok=True)
         raise

@@ -15,7 +15,14 @@ from typing import Any
 
 from dist_ckpt import announce, storage
 from dist_ckpt.comm import Comm
-from dist_ckpt.errors import DistCkptError, ForeignFileError, SettingError, StorageError
+from dist_ckpt.errors import (
+    CorruptFileError,
+    DistCkptError,
+    ForeignFileError,
+    NotFoundError,
+    SettingError,
+    StorageError,
+)
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.history import (
     History,
@@ -258,7 +265,8 @@ def _write_run_file(run_dir: Path, facts: Mapping[str, Any]) -> None:
 
 def _check_shared(run_dir: Path, facts: dict[str, Any]) -> None:
     """Every rank must see what rank 0 has just written, or shards would end up on several disks."""
-    with contextlib.suppress(DistCkptError, ValueError):
+    # What the disk refuses for another reason is its own error.
+    with contextlib.suppress(NotFoundError, CorruptFileError, ForeignFileError, ValueError):
         body = json.loads(storage.read_file(run_dir / _RUN_FILE, limit_bytes=1 << 20))
         if body.get("nonce") == facts["nonce"]:
             return

@@ -8,11 +8,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from dist_ckpt.errors import StorageError, UsageError
-from dist_ckpt.storage._files import fill, progress, require_regular
+from dist_ckpt.storage._files import fill, progress, require_regular, write_all
 from dist_ckpt.storage._guard import guard, named
 from dist_ckpt.storage._names import sync_dir
 from dist_ckpt.storage._ops import get_ops
 from dist_ckpt.storage._small import replace_durable
+from dist_ckpt.storage._unsynced import Unsynced
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -28,7 +29,8 @@ class AppendFile:
     """A file with one writer that appends; made, with its name durable, where it doesn't exist.
 
     ``append``, ``overwrite_tail`` and ``truncate`` belong to one thread at a time; ``sync`` and
-    ``close`` may be called from others meanwhile.
+    ``close`` may be called from others meanwhile. What was written since the last sync is kept in
+    memory, to be written again should a sync fail.
 
     Args:
         path: The file; its parent exists.
@@ -42,8 +44,11 @@ class AppendFile:
     def __init__(self, path: Path, mode: int = 0o600) -> None:
         self.path: str = os.fspath(path)
         self._closing = threading.Lock()
+        # Held for a write to the page cache at most, never while the disk is waited for.
+        self._writing = threading.Lock()
         self._fd: int | None = None
         self._size: int = 0
+        self._unsynced = Unsynced(0)
         self.created: bool = self._open(mode)
         if self.created:
             try:
@@ -97,9 +102,10 @@ class AppendFile:
         if not 0 <= size_bytes <= self._size:
             msg = f"{self.path} has {self._size:,} bytes: it can't be cut to {size_bytes:,}."
             raise UsageError(msg, next_step="Give a size inside the file.", path=self.path)
-        with guard("truncate", self.path):
-            get_ops().ftruncate(self._open_fd(), size_bytes)
-        self._size = size_bytes
+        with self._writing:
+            with guard("truncate", self.path):
+                get_ops().ftruncate(self._open_fd(), size_bytes)
+            self._grown(size_bytes, b"")
 
     def has_its_name(self) -> bool:
         """Return whether ``path`` still leads to this file. Any thread."""
@@ -129,12 +135,14 @@ class AppendFile:
         data = bytearray(self._size)
         if data:
             fill(self._open_fd(), [memoryview(data)], 0, self.path)
+            data[self._unsynced.start :] = self._unsynced.data
         replace_durable(self.path, data)
         with self._closing:
             ops = get_ops()
             with guard("open", self.path):
                 fd = ops.open(self.path, _OPEN)
             before, self._fd = self._fd, fd
+            self._unsynced = Unsynced(self._size)
             if before is not None:
                 with suppress(OSError):  # of the file without a name
                     ops.close(before)
@@ -142,17 +150,25 @@ class AppendFile:
     def sync(self) -> None:
         """Return when all that was appended before the call is durable.
 
-        Any thread; lets go of the GIL.
+        Any thread; lets go of the GIL. After a sync that failed, the next one writes anew what
+        the failed one should have made durable: a sync alone would succeed and say nothing.
 
         Raises:
-            StorageError: The system refused; not tried again. What was appended since the last sync
-                may be lost.
+            StorageError: The system refused. What was appended since the last sync may be lost.
             UsageError: The file is closed.
         """
         with self._closing:  # the descriptor's number may be another file's once it is closed
             fd = self._open_fd()
+            unsynced = self._unsynced
+            with self._writing:
+                if unsynced.is_doubtful:
+                    write_all(fd, unsynced.data, unsynced.start, self.path)
+                unsynced.begin_sync()
+                unsynced.is_doubtful = True  # until it has succeeded
             with guard("sync", self.path):
                 get_ops().fdatasync(fd)
+            with self._writing:
+                unsynced.end_sync()
 
     def close(self) -> None:
         """Give the descriptor back, without a sync. Twice does no harm."""
@@ -193,6 +209,7 @@ class AppendFile:
             self.close()
             raise
         self._size = status.st_size
+        self._unsynced = Unsynced(self._size)
         return created
 
     def _open_fd(self) -> int:
@@ -202,7 +219,11 @@ class AppendFile:
         return self._fd
 
     def _write(self, offset: int, data: Bytes) -> None:
-        # No context manager on this path: it runs at every step of the training.
+        # No generator's context manager on this path: it runs at every step of the training.
+        with self._writing:
+            self._write_locked(offset, data)
+
+    def _write_locked(self, offset: int, data: Bytes) -> None:
         fd = self._open_fd()
         ops = get_ops()
         total = len(data)
@@ -215,8 +236,13 @@ class AppendFile:
         except OSError as error:
             with suppress(OSError):
                 ops.ftruncate(fd, offset)
-            self._size = offset
+            self._grown(offset, b"")
             if isinstance(error, StorageError):
                 raise
             raise named(error, "write to", self.path, need_bytes=total, creating=True) from error
-        self._size = offset + total
+        self._grown(offset, data)
+
+    def _grown(self, offset: int, data: Bytes) -> None:
+        """Note that the file is its first ``offset`` bytes and then ``data``."""
+        self._size = offset + len(data)
+        self._unsynced.put(offset, data)
