@@ -14,7 +14,7 @@ from dist_ckpt.service import _session
 from helpers import sweeping
 from helpers.faulty_ops import RecordingOps
 from helpers.reliability import record_fault
-from helpers.sweeping import Broken, Result, Site, attempt, copy_run, judge
+from helpers.sweeping import Broken, Result, Site, attempt, copy_run, judge, judge_next
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,8 @@ def _once(base: Path, folder: Path, whole: Result, site: Site, kind: str) -> lis
     # after a power cut it has to be whole.
     in_removal = site.op in {"unlink", "rmdir", "listdir", "lstat", "stat"}
     in_removal |= site.path == "/checkpoints" and site.op in {"open", "fsync", "close"}
-    return wrong + judge(run, result, whole, kind, removals_fail=in_removal)
+    wrong += judge(run, result, whole, kind, removals_fail=in_removal)
+    return wrong + judge_next(run, attempt(run), whole)
 
 
 def _sweep_once(
@@ -122,6 +123,7 @@ def _sweep_lasting(
         struck += 1
         fails = kind in {"EROFS", "EIO"}
         wrong = judge(run, result, whole, kind, removals_fail=fails)
+        wrong += judge_next(run, attempt(run), whole)
         faults += [f"{kind} from change {nth} on: {text}" for text in wrong]
     assert not faults, "\n".join([f"{len(faults)} faults", *faults[:40]])
     record_fault(

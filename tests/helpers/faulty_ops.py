@@ -55,6 +55,7 @@ class Fault:
         short_bytes: The call takes or gives at most so many bytes.
         delay_secs: The call waits first, then goes on.
         kill: The process kills itself with SIGKILL instead of making the call.
+        stop: The process stops itself with SIGSTOP, and makes the call when it is continued.
     """
 
     op: str
@@ -65,6 +66,7 @@ class Fault:
     short_bytes: int | None = None
     delay_secs: float = 0.0
     kill: bool = False
+    stop: bool = False
 
     def fits(self, op: str, path: str) -> bool:
         """Whether this call counts."""
@@ -187,6 +189,8 @@ class FaultyOps(RecordingOps):
         for fault in due:
             if fault.kill:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if fault.stop:
+                os.kill(os.getpid(), signal.SIGSTOP)
             if fault.error is not None:
                 code = int(getattr(errno, fault.error))
                 if call.op == "close":  # gives the descriptor back, also where it fails

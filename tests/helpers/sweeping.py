@@ -134,7 +134,9 @@ def find_sites(calls: Iterable[Call], run: Path) -> list[Site]:
     return sites
 
 
-def attempt(run: Path, ops: RecordingOps | None = None, until: int = UNTIL) -> Result:
+def attempt(
+    run: Path, ops: RecordingOps | None = None, until: int = UNTIL, **settings: Any
+) -> Result:
     """Return what came of an attempt that resumes and trains on."""
     before, threads = _descriptors(), set(threading.enumerate())
     result = Result()
@@ -143,8 +145,9 @@ def attempt(run: Path, ops: RecordingOps | None = None, until: int = UNTIL) -> R
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     with use_ops(ops or RecordingOps()):
         try:
+            settings = {"every": EVERY, "keep_last": 1, "deadline_secs": 0.15, **settings}
             with dist_ckpt.Checkpointer(
-                run, model=model, optimizer=optimizer, every=EVERY, keep_last=1, deadline_secs=0.15
+                run, model=model, optimizer=optimizer, **settings
             ) as ckpt:
                 for step in ckpt.steps(until):
                     optimizer.zero_grad()
@@ -165,16 +168,18 @@ def _descriptors() -> set[str]:
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         try:
-            found.add(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
+            path = os.readlink(f"/proc/self/fd/{fd}")
         except FileNotFoundError:  # the listing's own
             continue
+        if path.startswith("/"):  # not the sockets of a process group
+            found.add(f"{fd} {path}")
     return found
 
 
 def judge(
     run: Path, result: Result, unbroken: Result, kind: str, *, removals_fail: bool
 ) -> list[str]:
-    """Return what is wrong after an attempt that met a fault, and after the next one that met none.
+    """Return what is wrong after an attempt that met a fault.
 
     Args:
         run: The run directory.
@@ -195,9 +200,15 @@ def judge(
     store = GenerationStore(run)
     if result.error is None and store.steps()[-1] != UNTIL:
         wrong.append(f"it ended well without a point of its last step: {store.steps()}")
-    again = attempt(run)
+    return wrong
+
+
+def judge_next(run: Path, again: Result, unbroken: Result) -> list[str]:
+    """Return what is wrong after the next attempt, which met no fault."""
     if again.error is not None:
-        return [*wrong, f"the next start failed: {again.error!r}"]
+        return [f"the next start failed: {again.error!r}"]
+    wrong = []
+    store = GenerationStore(run)
     if again.weights != unbroken.weights:
         wrong.append("the next start ended otherwise than an unbroken run")
     if [step for step, _ in read_loss(run)] != list(range(1, UNTIL + 1)):
@@ -246,10 +257,10 @@ def _remains(run: Path) -> list[str]:
     ]
 
 
-def make_base(folder: Path) -> Path:
+def make_base(folder: Path, **settings: Any) -> Path:
     """Return a run with one generation, of step ``START``."""
     run = folder / "run"
-    done = attempt(run, until=START)
+    done = attempt(run, until=START, **settings)
     if done.error is not None:
         raise done.error
     return run

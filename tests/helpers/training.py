@@ -62,6 +62,8 @@ class Options:
         clobber_secs: For so long after each boundary, all tensors hold other values.
         width: Of the hidden layer.
         config: The run's configuration.
+        evaluate_at: This step's body evaluates until `poll` says that something is asked for.
+        network: Path of a network namespace that the process enters first.
         store: ``HOST:PORT`` of the ranks' rendezvous; torchrun's environment without.
         limit_secs: ``timeout_secs``.
     """
@@ -85,6 +87,8 @@ class Options:
     clobber_secs: float = 0.0
     width: int = 16
     config: dict[str, Any] | None = None
+    evaluate_at: int | None = None
+    network: str | None = None
     store: str | None = None
     limit_secs: float = 20.0
 
@@ -220,6 +224,8 @@ def main(options: Options) -> None:
     install_from_environment()
     install_phase_faults()
     torch.set_num_threads(1)
+    if options.network is not None:
+        _enter_network(options.network)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
         _init_group(options, rank, world_size)
@@ -259,6 +265,11 @@ def _body(training: Training, ckpt: dist_ckpt.Checkpointer, step: int) -> None:
     _strike(training, step, after=False)
     loss = training.update(step, ckpt)
     time.sleep(options.step_secs)
+    if step == options.evaluate_at:
+        sys.stderr.write("evaluates\n")
+        sys.stderr.flush()
+        while not ckpt.poll():
+            time.sleep(0.005)
     _strike(training, step, after=True)
     ckpt.record(loss=float("nan") if step == options.nan_at else loss, step_loss=loss)
 
@@ -270,6 +281,15 @@ def _strike(training: Training, step: int, *, after: bool) -> None:
             raise RuntimeError(f"rank {training.rank} gives up")
         if step == options.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _enter_network(path: str) -> None:
+    import ctypes
+
+    fd = os.open(path, os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(fd, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"can't enter the network namespace {path}")
+    os.close(fd)
 
 
 def _init_group(options: Options, rank: int, world_size: int) -> None:

@@ -1,0 +1,119 @@
+"""Two ranks, of which the storage of one fails at one operation: both know, nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers import sweeping
+from helpers.faulty_ops import FaultyOps, RecordingOps
+from helpers.ranks import RankContext, run_ranks
+from helpers.reliability import record_fault
+from helpers.sweeping import Site, attempt, copy_run, judge, judge_next
+
+SETTINGS: dict[str, Any] = {"timeout_secs": 10.0}
+
+
+def _record(run: Path) -> tuple[sweeping.Result, list[Site]]:
+    """Return an attempt without faults, and where they could strike this rank."""
+    ops = RecordingOps()
+    whole = attempt(run, ops, **SETTINGS)
+    return whole, sweeping.find_sites(ops.calls, run)
+
+
+def _plans(sites: list[list[Any]], most: int | None, seed: int) -> list[tuple[int, Site, str]]:
+    """Return whose storage fails where, the same plans on each rank."""
+    dice = random.Random(seed)
+    plans = []
+    for rank, own in enumerate(sites):
+        mine = [
+            (rank, Site(*site), kind)
+            for site in own
+            for kind in sweeping.KINDS.get(site[0], ("EIO",))
+        ]
+        plans += mine if most is None else dice.sample(mine, most)
+    return plans
+
+
+def body_sweep(ctx: RankContext, folder: str, most: int | None, seed: int) -> dict[str, Any]:
+    """Have the storage of one rank fail, then start again without faults; for each plan."""
+    import torch.distributed as dist
+
+    from dist_ckpt.service import _session
+
+    _session._FIRST_PAUSE_SECS = 0.01
+    root = Path(folder)
+    sweeping.make_base(root / "base", **SETTINGS)
+    dist.barrier()
+    if ctx.rank == 0:
+        copy_run(root / "base/run", root / "whole")
+    dist.barrier()
+    whole, own = _record(root / "whole/run")
+    (root / f"sites.{ctx.rank}").write_text(json.dumps([list(vars(site).values()) for site in own]))
+    dist.barrier()
+    sites = [json.loads((root / f"sites.{rank}").read_text()) for rank in range(ctx.world_size)]
+    faults: list[str] = []
+    struck = missed = 0
+    for victim, site, kind in _plans(sites, most, seed):
+        run = root / "it/run"
+        if ctx.rank == 0:
+            copy_run(root / "base/run", root / "it")
+        dist.barrier()
+        mine = [site.fault(run, kind)] if ctx.rank == victim else []
+        ops = FaultyOps(*mine)
+        result = attempt(run, ops, **SETTINGS)
+        dist.barrier()
+        wrong = []
+        if ctx.rank == 0:
+            removal = site.op in {"unlink", "rmdir", "listdir", "lstat", "stat"}
+            removal |= site.path == "/checkpoints"
+            wrong += judge(run, result, whole, kind, removals_fail=removal)
+        else:
+            wrong += [f"left: {leak}" for leak in result.leaks]
+        dist.barrier()
+        again = attempt(run, **SETTINGS)
+        dist.barrier()
+        wrong += judge_next(run, again, whole) if ctx.rank == 0 else []
+        faults += [f"rank {victim}, {kind} at {site}: {text}" for text in wrong]
+        struck += ops.struck
+        missed += ctx.rank == victim and not ops.struck
+        dist.barrier()
+    return {"faults": faults, "struck": struck, "missed": missed}
+
+
+def _sweep(folder: Path, most: int | None, timeout: float) -> None:
+    seed = int(os.environ.get("DIST_CKPT_TEST_SEED", time.time_ns() % 10**9))
+    print(f"DIST_CKPT_TEST_SEED={seed}")
+    results = run_ranks(2, body_sweep, str(folder), most, seed, timeout=timeout)
+    assert [result.returncode for result in results] == [0, 0], [r.stderr for r in results]
+    faults = [text for result in results for text in result.value["faults"]]
+    struck = [result.value["struck"] for result in results]
+    missed = sum(result.value["missed"] for result in results)
+    print(f"{struck} faults struck, {missed} weren't come to")
+    assert not faults, "\n".join([f"{len(faults)} faults", *faults[:30]])
+    assert missed <= sum(struck) // 10
+    for rank in range(2):
+        what = f"storage of rank {rank} of 2 fails once, at each operation in turn"
+        record_fault("Storage", what, struck[rank], "both know, training goes on")
+
+
+@pytest.mark.timeout(300)
+def test_an_operation_that_fails_on_one_rank_of_two_costs_no_point_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    """Cases 4, 29 and 44: a sample of all operations of each rank."""
+    _sweep(tmp_path, 3, 250.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_every_operation_that_fails_on_one_rank_of_two_costs_no_point_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    _sweep(tmp_path, None, 7000.0)
