@@ -30,8 +30,7 @@ class Unsynced:
 
     def put(self, offset: int, data: Bytes) -> None:
         """Note that the file is its first ``offset`` bytes and then ``data``."""
-        if offset < self.start:
-            self.start = offset
+        self.start = min(self.start, offset)
         self.data[offset - self.start :] = data
         if self._touched is None or offset < self._touched:
             self._touched = offset

@@ -32,7 +32,9 @@ class SteppedClock:
         self._looks += 1
         if self._looks % 3 == 0:
             self.steps += 1
-            self._offset = self._dice.choice((0.0, -1.0, DAY, -400 * DAY, 4000 * DAY, -self._true()))
+            self._offset = self._dice.choice(
+                (0.0, -1.0, DAY, -400 * DAY, 4000 * DAY, -self._true())
+            )
         return self._true() + self._offset
 
 

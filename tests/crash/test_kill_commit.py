@@ -14,6 +14,7 @@ import pytest
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.history import read_journal
 from helpers.faulty_ops import Fault
+from helpers.reliability import record_fault
 from helpers.trainers import Job, check_epochs, consumed, final, generations, temporary, train
 from helpers.training import Options
 
@@ -107,6 +108,7 @@ def test_two_damaged_generations_are_skipped_said_and_set_aside(
     assert final(options) == final(whole)
     assert consumed(options) == consumed(whole)
     assert _check_whole(options) == [8, 12, 16]
+    record_fault("Bad bytes", f"{name}: {how}, in the two newest points", 2, "skipped and said")
 
 
 @pytest.mark.parametrize("how", ["empty", "halve", "zero", "flip", "drop"])
@@ -180,7 +182,7 @@ def _sweep(base: Options, tmp_path: Path, stride: int) -> None:
     changes = _changes(base, tmp_path / "count")
     unbroken = _copy(base, tmp_path / "unbroken", 16)
     train(unbroken)
-    struck = set()
+    struck, num_kills = set(), 0
     for nth in changes[time.time_ns() % stride :: stride]:
         folder = tmp_path / f"kill{nth}"
         options = replace(_copy(base, folder, 16), settings={"keep_last": 1})
@@ -191,6 +193,7 @@ def _sweep(base: Options, tmp_path: Path, stride: int) -> None:
             assert status == [KILLED]
             (strike,) = job.strikes()
         struck.add(strike["call"]["op"])
+        num_kills += 1
         assert _check_whole(options), f"nothing is left after a kill at {strike}"
         train(options)
         assert final(options) == final(unbroken), strike
@@ -200,6 +203,10 @@ def _sweep(base: Options, tmp_path: Path, stride: int) -> None:
     print(f"killed at {sorted(struck)}, {len(changes)} operations in all")
     # Two threads make them, in one order or another.
     assert len(struck & CHANGES) > 3
+    num_kills = len(changes[stride // 2 :: stride])
+    record_fault(
+        "Kill", "SIGKILL at operations of an attempt, keep_last=1", num_kills, "one is left"
+    )
 
 
 @pytest.mark.parametrize("short_bytes", [512, 4096, 12288, 65536])

@@ -14,6 +14,7 @@ import pytest
 
 from dist_ckpt.history import read_journal, read_loss
 from helpers.faulty_ops import Fault
+from helpers.reliability import record_fault
 from helpers.trainers import (
     Job,
     check_epochs,
@@ -104,6 +105,8 @@ def _kill_many(folder: Path, *, ranks: int, num_kills: int) -> None:
     assert [event for event in events if event["event"] == "replay_differs"] == []
     assert sum(event.get("agreed", 0) for event in events if event["event"] == "replayed") > 0
     _check_equal(options, unbroken, ranks)
+    what = f"SIGKILL at random instants, and aimed at saves, {ranks} rank(s)"
+    record_fault("Kill", what, num_kills, "ends bit-equal")
 
 
 def _check_equal(options: Options, unbroken: Options, ranks: int) -> None:

@@ -20,6 +20,7 @@ import pytest
 from helpers.lives import Life, Promise, attempt, ranks, record, record_recovery, rewind, try_cuts
 from helpers.power_cuts import Event, cuts
 from helpers.ranks import RankContext, run_ranks
+from helpers.reliability import record_fault
 
 Chapter = Callable[[Life, Path], None]
 
@@ -68,6 +69,7 @@ def _try_all(life: Life, memory: Path, *, at_most: int) -> int:
     num_states: int = sum(result.value["states"] for result in results)
     print(f"{num_states} states of {len(life.events)} operations tried, seed {SEED}")
     assert not faults, "\n\n".join(faults[:5])
+    record_fault("Power cut", "any state that one may leave, by the rule", num_states, "recovered")
     return num_states
 
 

@@ -241,4 +241,6 @@ def test_a_stop_whose_deadline_is_shorter_than_its_save_still_commits_it(tmp_pat
         assert generations(here) == [step]
         train(replace(here, until=step), ranks=ranks)
         _check_stopped(here, ranks)
-        record_fault("Signals", f"a deadline shorter than the save, {ranks} rank(s)", 1, "committed")
+        record_fault(
+            "Signals", f"a deadline shorter than the save, {ranks} rank(s)", 1, "committed"
+        )

@@ -85,7 +85,7 @@ def _sweep_once(
             continue
         struck[f"{kind} at {site.op}"] += 1
         faults += [f"{kind} at {site}: {text}" for text in wrong]
-    print(f"{len(plans)} plans, {struck.total()} faults of {len(struck)} kinds struck, {missed} weren't come to")
+    print(f"{struck.total()} faults of {len(struck)} kinds struck, {missed} weren't come to")
     assert not faults, "\n".join([f"{len(faults)} faults", *faults[:40]])
     assert missed <= len(plans) // 20
     for what, times in sorted(struck.items()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +13,10 @@ import pytest
 
 def _mount(*arguments: str | Path) -> str:
     """Return what mount said, empty where it did it."""
-    try:
-        done = subprocess.run(
-            ["mount", *map(str, arguments)], capture_output=True, check=False, text=True
-        )
-    except FileNotFoundError:
+    if shutil.which("mount") is None:
         return "there is no mount here"
+    command = ["/usr/bin/env", "mount", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, check=False, text=True)
     return "" if done.returncode == 0 else done.stderr.strip() or "mount failed"
 
 
@@ -30,7 +29,7 @@ def tmpfs(folder: Path, options: str) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
+        subprocess.run(["/usr/bin/env", "umount", "-l", str(folder)], check=True)
 
 
 def remount(folder: Path, options: str) -> None:

@@ -34,31 +34,25 @@ KINDS = (
 _HEAD = """\
 # What was tried
 
-Each line is one test (or one of its parameters) of the suite in `tests/`: what was done to a run, \
-how often, and
-what came of it. A test writes its line only after it has proven that each of its faults struck and \
-that the run kept
-what it promises, so a fault that isn't here wasn't tried. The numbers are those of one run of the \
-tests, which
-draw some of their instants anew each time; how the page is made is said [below](#how-this-page-is-made).
+Each line tells of faults that the tests strike a run with: what was done, how often, what came of
+it. A test writes its line only after it has proven that each of its faults struck, and that the
+run kept what it promises; so what isn't here wasn't tried. Some tests draw their instants anew each
+time. [How this page is made](#how-this-page-is-made) is said below.
 
-What holds after each of them, unless its line says otherwise: the newest point from before the \
-fault, or a newer
-one, is whole and is resumed; the loss history is whole; and the run then ends bit-equal to one that \
-nothing happened
-to.
+What holds after each of them, unless its line says otherwise: the newest point from before the
+fault, or a newer one, is whole and is resumed; the loss history is whole; and the run then ends
+bit-equal to one that nothing happened to.
 """
-_FOOT = """
+_FOOT = """\
 ## How this page is made
 
 ```sh
-DIST_CKPT_TEST_RECORD=faults.jsonl .venv/bin/python -m pytest tests/crash tests/ranks tests/unit
+DIST_CKPT_TEST_RECORD=$PWD/faults.jsonl .venv/bin/python -m pytest tests/crash tests/ranks
 .venv/bin/python tests/helpers/reliability.py faults.jsonl > docs/reliability.md
 ```
 
-`-m "slow or not slow"` tries many more instants and operations, in hours rather than minutes. \
-`DIST_CKPT_TEST_SEED=N`
-gives the random ones the seed of a run that failed.
+With `-m "not gpu"` the slow ones are among them: every operation instead of a sample, in an hour
+or more. `DIST_CKPT_TEST_SEED=N` gives the random ones the seed that a failed run has printed.
 """
 
 
@@ -133,7 +127,7 @@ def _cell(text: str) -> str:
 
 
 def _encode_test(test: str) -> str:
-    return f"`{test.split('::')[0]}`" if test else ""
+    return f"`{test.partition('::')[0]}`" if test else ""
 
 
 def main(arguments: Mapping[int, str] | list[str]) -> int:

@@ -146,9 +146,7 @@ def attempt(
     with use_ops(ops or RecordingOps()):
         try:
             settings = {"every": EVERY, "keep_last": 1, "deadline_secs": 0.15, **settings}
-            with dist_ckpt.Checkpointer(
-                run, model=model, optimizer=optimizer, **settings
-            ) as ckpt:
+            with dist_ckpt.Checkpointer(run, model=model, optimizer=optimizer, **settings) as ckpt:
                 for step in ckpt.steps(until):
                     optimizer.zero_grad()
                     loss = model(torch.rand(4, 3)).square().mean()
@@ -281,9 +279,7 @@ def retried_syncs(calls: Sequence[Call], struck: Call) -> list[str]:
     The kernel reports a failed write once, and takes the pages for clean from then on: a second
     sync that succeeds says nothing. Only what is written anew in between makes it mean something.
     """
-    syncs = [
-        at for at, call in enumerate(calls) if call.op in _SYNCS and call.path == struck.path
-    ]
+    syncs = [at for at, call in enumerate(calls) if call.op in _SYNCS and call.path == struck.path]
     failed = next(at for at in syncs if calls[at] is struck)
     good, again = max((at for at in syncs if at < failed), default=0), _next(syncs, failed)
     pending = _offsets(calls[good:failed], struck.path)

@@ -155,6 +155,8 @@ class Job:
         phase_faults: In phases of a save or a load, by rank; `struck_phases` tells which struck.
         env: Added to the environment of each rank.
         fresh: Whether each rank is an interpreter of its own.
+        host: Where the ranks find the store, which this process hosts.
+        networks: The network namespaces that ranks enter.
     """
 
     def __init__(
@@ -166,6 +168,8 @@ class Job:
         phase_faults: Mapping[int, Sequence[PhaseFault]] | None = None,
         env: Mapping[str, str] | None = None,
         fresh: bool = False,
+        host: str = "127.0.0.1",
+        networks: Mapping[int, str] | None = None,
     ) -> None:
         self.out = Path(options.out)
         self.out.mkdir(parents=True, exist_ok=True)
@@ -174,8 +178,8 @@ class Job:
             # Hosted here, as torchrun's agent does: no kill of a rank may touch it. Not in a file:
             # a rank killed between two writes of a FileStore's record leaves it torn, and whoever
             # reads on from there, `init_process_group` too, loops for ever in native code.
-            self._store = TCPStore("127.0.0.1", 0, None, True, STORE_LIMIT, False)
-            options = replace(options, store=f"127.0.0.1:{self._store.port}")
+            self._store = TCPStore(host, 0, None, True, STORE_LIMIT, False)
+            options = replace(options, store=f"{host}:{self._store.port}")
         make = _Fresh if fresh else _Forked
         self._ranks: list[_Forked | _Fresh] = []
         for rank in range(ranks):
@@ -185,7 +189,8 @@ class Job:
             phases = (phase_faults or {}).get(rank, ())
             own |= phase_environment(phases, self._folder / f"phases.{rank}")
             log = self._folder / f"stderr.{rank}"
-            self._ranks.append(make(options, {**own, **(env or {})}, log))
+            placed = replace(options, network=(networks or {}).get(rank, options.network))
+            self._ranks.append(make(placed, {**own, **(env or {})}, log))
 
     def __enter__(self) -> Self:
         return self
