@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import time
 from collections import Counter
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 
 from dist_ckpt.service import _session
 from helpers import sweeping
-from helpers.faulty_ops import RecordingOps
+from helpers.faulty_ops import Fault, RecordingOps
 from helpers.reliability import record_fault
 from helpers.sweeping import Broken, Result, Site, attempt, copy_run, judge, judge_next
+from helpers.trainers import Job, final, generations
+from helpers.training import Options
 
 
 @pytest.fixture(autouse=True)
@@ -150,3 +153,38 @@ def test_a_disk_that_fails_for_good_at_every_instant_ends_no_training_and_loses_
     kind: str, base: Path, unbroken: tuple[Result, RecordingOps], tmp_path: Path
 ) -> None:
     _sweep_lasting(base, tmp_path, unbroken, kind, None)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_sync_that_takes_many_steps_holds_up_no_step_until_the_next_save(
+    ranks: int, tmp_path: Path
+) -> None:
+    """Case 30: as 60 s are to steps of 0.4 s."""
+    options = Options(
+        run_dir=str(tmp_path / "run"),
+        out=str(tmp_path / "out"),
+        until=10**6,
+        every=300,
+        step_secs=0.01,
+        settings={"deadline_secs": 60.0, "keep_last": None},
+    )
+    slow = Fault("fsync", "*.shard", delay_secs=3.0)
+    victim = ranks - 1
+    with Job(options, ranks=ranks, faults={victim: [slow]}) as job:
+        job.wait_for_step(3)
+        job.send(signal.SIGUSR1)
+        job.wait_until(lambda: job.strikes(victim))
+        step = job.step()
+        job.wait_for_step(step + 10)
+        assert generations(options) == [], "the save was over before ten steps were"
+        job.wait_until(lambda: generations(options))
+        job.send(signal.SIGTERM)
+        assert job.wait() == [0] * ranks, job.stderr()
+    (answer, last) = generations(options)
+    assert answer <= step < last == final(options)["step"]
+    record_fault(
+        "Storage",
+        f"an fsync that takes 3 s beside steps of 10 ms, {ranks} rank(s)",
+        1,
+        "steps go on",
+    )

@@ -8,7 +8,9 @@ import os
 import stat
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -357,3 +359,77 @@ def test_a_stream_without_room_never_begins(tmp_path: Path) -> None:
     with pytest.raises(NoSpaceError), StreamWriter(tmp_path / "a", 2**60):
         pass
     assert os.listdir(tmp_path) == []
+
+
+def _durable(ops: FaultyOps) -> bytes:
+    """Return what is on the device, if each sync that succeeded wrote what was dirty, no more."""
+    disk: bytearray = bytearray()
+    dirty: list[Any] = []
+    for call in ops.calls:
+        if call.op == "pwrite":
+            dirty.append(call.args)
+        elif call.op == "fdatasync":
+            fails = any(call is struck for struck in ops.strikes)
+            for data, offset in () if fails else dirty:
+                disk[offset : offset + len(data)] = data
+            dirty.clear()  # after a failure too: the kernel takes the pages for clean
+    return bytes(disk)
+
+
+class KeptFaultyOps(FaultyOps):
+    """Remembers the bytes that were written."""
+
+    def pwrite(self, fd: int, data: Any, offset: int) -> int:
+        taken: int = super().pwrite(fd, data, offset)
+        call = self.calls[-1]
+        self.calls[-1] = replace(call, args=(bytes(data), offset))
+        return taken
+
+
+@pytest.mark.parametrize("between", [b"", b"third\n"])
+def test_after_a_failed_sync_the_next_one_writes_the_bytes_anew(
+    between: bytes, tmp_path: Path
+) -> None:
+    """A sync alone would succeed, and the bytes of the failed one would be nowhere."""
+    ops = KeptFaultyOps(Fault("fdatasync", nth=2, error="EIO"))
+    with use_ops(ops), AppendFile(tmp_path / "a") as file:
+        file.append(b"first\n")
+        file.sync()
+        file.append(b"second\n")
+        with pytest.raises(StorageError):
+            file.sync()
+        assert _durable(ops) == b"first\n"
+        if between:
+            file.append(between)
+        file.sync()
+    assert ops.struck == 1
+    assert _durable(ops) == b"first\nsecond\n" + between
+    assert (tmp_path / "a").read_bytes() == b"first\nsecond\n" + between
+
+
+def test_a_closing_bracket_that_was_written_over_is_written_anew_with_what_took_its_place(
+    tmp_path: Path,
+) -> None:
+    ops = KeptFaultyOps(Fault("fdatasync", nth=2, times=2, error="EIO"))
+    with use_ops(ops), AppendFile(tmp_path / "a") as file:
+        file.append(b"[1]")
+        file.sync()
+        for number in (2, 3):
+            file.overwrite_tail(file.size - 1, b",%d]" % number)
+            with pytest.raises(StorageError):
+                file.sync()
+        file.sync()
+    assert ops.struck == 2
+    assert _durable(ops) == b"[1,2,3]"
+
+
+def test_what_is_durable_is_kept_in_memory_no_longer(tmp_path: Path) -> None:
+    with AppendFile(tmp_path / "a") as file:
+        for number in range(3):
+            file.append(b"x" * 1000)
+            assert len(file._unsynced.data) == 1000
+            file.sync()
+            assert (file._unsynced.start, file._unsynced.data) == (1000 * (number + 1), b"")
+        file.truncate(10)
+        file.append(b"end")
+        assert (file._unsynced.start, file._unsynced.data) == (10, b"end")
