@@ -39,8 +39,8 @@ lint: $(STAMP)  ## ruff, mypy strict, the layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(STAMP)  ## the first measurement: blocked, durable and restore beside their peers
-	$(BIN)/python tests/benchmarks/first_measurement.py
+bench: $(STAMP)  ## dist_ckpt beside the machine's limits and other libraries (about 8 min; quicker: ARGS='--size 64MiB')
+	$(BIN)/dist-ckpt bench $(ARGS)
 
 docs: $(STAMP)  ## the site, warnings as errors, into site/
 	$(BIN)/mkdocs build --strict

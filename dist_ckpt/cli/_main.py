@@ -15,6 +15,7 @@ from dist_ckpt import __version__
 from dist_ckpt.cli import (
     INTERRUPTED_STATUS,
     _ask,
+    _bench,
     _diff,
     _export,
     _import,
@@ -194,6 +195,7 @@ def _app() -> typer.Typer:
         _life,
         _keep,
         _reshard,
+        _bench,
     ):
         for command in module.COMMANDS:
             # `import` is a word of Python's: its function has a name with a dash behind it.

@@ -1,0 +1,50 @@
+"""One rank of one case, as a process: ``python -m dist_ckpt.bench._child ORDER ANSWER``. Layer 7."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dist_ckpt.bench._flat import measure_flat
+from dist_ckpt.bench._plan import decode_order
+from dist_ckpt.bench._rounds import measure_case
+from dist_ckpt.bench._scale import measure_scale
+
+__all__: list[str] = []
+
+_LIMIT = timedelta(seconds=600)
+#: gloo's threads may be at work still when the interpreter ends, and abort it then.
+_LAST_WAIT_SECS = 0.1
+
+
+def main() -> None:
+    """Measure; rank 0 writes the answer."""
+    order, answer = sys.argv[1:]
+    case, repeats, folder = decode_order(order)
+    warnings.simplefilter("ignore")  # those of the peers, which nobody here can act on
+    world_size = int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(max((os.cpu_count() or 1) // world_size, 1))
+    dist.init_process_group("gloo", timeout=_LIMIT)
+    if case.state == "flat":
+        found = measure_flat(case, repeats, folder)
+    elif case.state == "scale":
+        found = measure_scale(case)
+    else:
+        found = measure_case(case, repeats, folder)
+    if dist.get_rank() == 0:
+        Path(answer).write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+    time.sleep(_LAST_WAIT_SECS)
+
+
+if __name__ == "__main__":
+    main()

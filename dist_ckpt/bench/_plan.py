@@ -1,0 +1,111 @@
+"""What a benchmark consists of: cases, sizes, how long each may take. Layer 7, pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dist_ckpt.errors import SettingError
+
+__all__ = ["CASES", "FULL_BYTES", "SMALL_TENSOR_BYTES", "Case", "Options"]
+
+#: Of the state of a real run: 124 million parameters with both moments.
+FULL_BYTES = 1_500_000_000
+SMALL_TENSOR_BYTES = 4096
+_SMALL_BYTES = 100_000 * SMALL_TENSOR_BYTES
+#: One rank's share of the memory that is free: its state, its arena, what peers stage, page cache.
+_MEMORY_SHARE = 0.18
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One state on so many ranks.
+
+    Attributes:
+        name: As ``--only`` names it.
+        title: What it is.
+        state: ``adamw`` (float32), ``mixed`` (bfloat16 weights, float32 moments), ``small`` (tensors
+            of 4 KiB), ``flat`` (costs that mustn't grow), ``scale`` (plans for many ranks).
+        world_size: Number of ranks.
+        num_bytes: Weights and moments of one rank.
+        secs: What it may take, start and end of its processes aside.
+    """
+
+    name: str
+    title: str
+    state: str
+    world_size: int = 1
+    num_bytes: int = FULL_BYTES
+    secs: float = 60.0
+
+
+CASES: tuple[Case, ...] = (
+    Case("adamw", "AdamW, float32, 1 rank", "adamw", secs=100),
+    Case("mixed", "bfloat16 weights, float32 moments, 1 rank", "mixed", secs=60),
+    Case("small", "tensors of 4 KiB, AdamW, 1 rank", "small", num_bytes=_SMALL_BYTES, secs=75),
+    Case("ranks-2", "AdamW, float32, 2 ranks", "adamw", world_size=2, secs=75),
+    Case("ranks-4", "AdamW, float32, 4 ranks", "adamw", world_size=4, secs=75),
+    Case("flat", "costs that stay flat", "flat", secs=40),
+    Case("flat-2", "a step without a save, 2 ranks", "flat", world_size=2, secs=20),
+    Case("scale", "plans for many ranks", "scale", secs=30),
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked for.
+
+    Attributes:
+        only: Names of cases; empty for all.
+        num_bytes: Size of a state; None for each case's own.
+        repeats: Rounds that count, at most; a case that takes longer than its time makes fewer.
+        directory: Where everything is written, below a fresh directory that goes at the end.
+    """
+
+    only: Sequence[str] = ()
+    num_bytes: int | None = None
+    repeats: int = 5
+    directory: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what can't be measured."""
+        names = [case.name for case in CASES]
+        if strange := [name for name in self.only if name not in names]:
+            raise SettingError(
+                f"There is no case {strange[0]!r}.",
+                next_step=f"Give --only one or more of {', '.join(names)}.",
+                found=strange[0],
+            )
+        if self.repeats < 1:
+            raise SettingError(
+                f"{self.repeats} rounds measure nothing.", next_step="Give --repeats 5."
+            )
+        if self.num_bytes is not None and self.num_bytes < 1 << 16:
+            raise SettingError(
+                f"A state of {self.num_bytes} bytes measures nothing.",
+                next_step="Give --size 8MiB or more.",
+            )
+
+    def cases(self, free_memory_bytes: int) -> list[Case]:
+        """Return the cases at the sizes that memory and options allow."""
+        chosen = [case for case in CASES if not self.only or case.name in self.only]
+        return [replace(case, num_bytes=self._size(case, free_memory_bytes)) for case in chosen]
+
+    def _size(self, case: Case, free_memory_bytes: int) -> int:
+        wanted = case.num_bytes if self.num_bytes is None else self.num_bytes
+        return min(wanted, int(free_memory_bytes * _MEMORY_SHARE) // case.world_size)
+
+
+def encode_order(case: Case, options: Options, folder: Path) -> str:
+    """Return what a rank's process is told."""
+    facts: dict[str, Any] = {"case": asdict(case), "repeats": options.repeats}
+    return json.dumps({**facts, "folder": str(folder)})
+
+
+def decode_order(text: str) -> tuple[Case, int, Path]:
+    """Return case, rounds and folder of what :func:`encode_order` returned."""
+    facts = json.loads(text)
+    return Case(**facts["case"]), int(facts["repeats"]), Path(facts["folder"])
