@@ -134,5 +134,3 @@ def _of_figures(case: Mapping[str, Any]) -> Iterator[Bar]:
         yield from _ratio(
             f"bytes {what} a checkpoint / state", case["figures"].get(f"bytes {what}"), state, 1.02
         )
-
-

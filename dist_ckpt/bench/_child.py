@@ -1,4 +1,4 @@
-"""One rank of one case, as a process: ``python -m dist_ckpt.bench._child ORDER ANSWER``. Layer 7."""
+"""One rank of one case: ``python -m dist_ckpt.bench._child ORDER ANSWER``. Layer 7."""
 
 from __future__ import annotations
 

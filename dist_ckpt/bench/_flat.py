@@ -1,4 +1,4 @@
-"""Costs that mustn't grow with a run: a step without a save, the history, listings, memory. Layer 7.
+"""What mustn't grow with a run: a step without a save, history, listings, memory. Layer 7.
 
 Small figures are medians of many; each is told with what it is measured beside.
 """
@@ -53,7 +53,8 @@ def _service(folder: Path, num_steps: int) -> dict[str, Any]:
     """Measure what the boundary costs where nothing is saved, and beside it one all_reduce."""
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())
-    bare, recorded = [], []
+    bare: list[float] = []
+    recorded: list[float] = []
     loss = torch.tensor(0.5)
     with Checkpointer(
         folder / "service", model=model, optimizer=optimizer, every=1 << 30, signals=()

@@ -124,13 +124,14 @@ class SmallCopies:
         self._arrays = [tensor.numpy() for tensor in self._tensors]
         self._target = torch.zeros(numel)
         self._array = self._target.numpy()
-        self._parts = list(self._target.split([tensor.numel() for tensor in self._tensors]))
+        counts = [tensor.numel() for tensor in self._tensors]
+        self._parts = list(torch.split(self._target, counts))
 
     def measure(self) -> dict[str, float]:
         """Return the seconds of each way."""
 
         def foreach() -> None:
-            torch._foreach_copy_(self._parts, self._tensors)  # noqa: SLF001 - one of the ways
+            torch._foreach_copy_(self._parts, self._tensors)
 
         return {
             "np.concatenate": _timed(lambda: np.concatenate(self._arrays, out=self._array)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +27,6 @@ class DistCkpt:
     aliases = False
 
     def __init__(self, state: TrainingState, folder: Path) -> None:
-        logging.getLogger("dist_ckpt").setLevel(logging.ERROR)
         self._state = state
         self._run = folder / "ours"
         self._journal = _JournalTail(self._run)
@@ -50,12 +48,20 @@ class DistCkpt:
         del number
         step, self._step = self._step, next(self._steps)
         self._saved_step = step
-        return lambda: self._wait("saved")
+
+        def wait() -> None:
+            self._wait("saved")
+
+        return wait
 
     def load(self) -> None:
         """Every byte is read into the live tensors and compared with its digest."""
         generation = open_run(self._run).generation(self._saved_step)
         generation.load_into(model=self._state.model, optimizer=self._state.optimizer)
+
+    def verify(self) -> None:
+        """Every byte is read back past the page cache and compared."""
+        open_run(self._run).generation(self._saved_step).verify()
 
     def saved(self) -> Path:
         """Return the directory of the generation."""

@@ -163,7 +163,12 @@ class _TorchCheckpointing(_Peer):
             use_pinned_memory=False, use_async_staging=False, use_non_blocking_copy=False
         )
         save = config.AsyncCheckpointSaverConfig(staging_config=stager)
-        self._manager = library.CheckpointManager(library.CheckpointManager.Config(save=save))
+        files = importlib.import_module("torch_checkpointing.storage.filesystem")
+        # With its direct I/O, which is its default, every write fails here with EINVAL.
+        storage = files.LocalFileSystemStorageConfig(use_direct_io=False)
+        self._manager = library.CheckpointManager(
+            library.CheckpointManager.Config(save=save, storage_config=storage)
+        )
 
     def save(self, number: int) -> Wait:
         future = self._manager.save(str(self.places.fresh(number)), state_of(self.state))

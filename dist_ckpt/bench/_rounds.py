@@ -7,7 +7,6 @@ comes back is compared with what was there before: a copy that is torn shows.
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,6 +33,8 @@ __all__ = ["measure_case"]
 
 #: One contender's share of a case's time; who needs more makes fewer rounds.
 _SHARE = 0.3
+#: The saves' share of a case's time; the loads have the rest.
+_SAVES_SHARE = 0.6
 
 
 @dataclass
@@ -71,6 +72,7 @@ class _Measuring:
         self._folder = folder
         self._state: TrainingState = build_state(case.state, case.num_bytes)
         self._limits: dict[str, list[float]] = {}
+        self._notes: list[str] = []
         self._entrants: list[_Entrant] = []
         self._ends = time.monotonic() + case.secs
 
@@ -79,28 +81,8 @@ class _Measuring:
         limits = Limits(share, self._folder / f"limit_{dist.get_rank()}")
         threads = limits.choose_threads()
         self._enter()
-        copies = None
-        if self._case.state == "small":
-            copies = SmallCopies([t for _, t in self._state.tensors() if t.dim()])
-        for number in range(self._repeats + 1):
-            if number > 1 and self._is_over(0.6):
-                break
-            self._limit("memcpy", limits.memcpy, counts=number > 0)
-            self._limit("write", limits.write, counts=number > 0)
-            if copies is not None:
-                for name, secs in copies.measure().items():
-                    self._limit(f"small {name}", lambda secs=secs: secs, counts=number > 0)  # type: ignore[misc]
-            for entrant in self._entrants:
-                self._turn(entrant, self._save_round, number)
-        del copies
-        gc.collect()
-        for number in range(self._repeats + 1):
-            if number > 1 and self._is_over(1.0):
-                break
-            self._limit("read warm", limits.read_warm, counts=number > 0)
-            self._limit("read cold", limits.read_cold, counts=number > 0)
-            for entrant in self._entrants:
-                self._turn(entrant, self._load_round, number)
+        self._save_rounds(limits)
+        self._load_rounds(limits)
         self._leave()
         limits.close()
         if (pinned := pinned_copy_secs(share)) is not None:
@@ -110,24 +92,47 @@ class _Measuring:
             "num_tensors": sum(1 for _, tensor in self._state.tensors() if tensor.dim()),
             "write_threads": threads,
             "torch_threads": torch.get_num_threads(),
+            "notes": self._notes,
             "limits": self._limits,
             "contenders": {e.contender.name: e.to_json() for e in self._entrants},
         }
+
+    def _save_rounds(self, limits: Limits) -> None:
+        copies = None
+        if self._case.state == "small":
+            copies = SmallCopies([t for _, t in self._state.tensors() if t.dim()])
+        for number in range(self._repeats + 1):
+            if number > 1 and self._is_over(_SAVES_SHARE):
+                break
+            self._limit("memcpy", limits.memcpy(), counts=number > 0)
+            self._limit("write", limits.write(), counts=number > 0)
+            for name, secs in (copies.measure() if copies else {}).items():
+                self._limit(f"small {name}", secs, counts=number > 0)
+            for entrant in self._entrants:
+                self._turn(entrant, self._save_round, number)
+
+    def _load_rounds(self, limits: Limits) -> None:
+        for number in range(self._repeats + 1):
+            if number > 1 and self._is_over(1.0):
+                break
+            self._limit("read warm", limits.read_warm(), counts=number > 0)
+            self._limit("read cold", limits.read_cold(), counts=number > 0)
+            for entrant in self._entrants:
+                self._turn(entrant, self._load_round, number)
 
     def _enter(self) -> None:
         for make in (DistCkpt, *PEERS.values()):
             try:
                 self._entrants.append(_Entrant(make(self._state, self._folder)))
             except Exception as error:  # noqa: BLE001 - a library that can't run here is told
-                _tell(f"{getattr(make, 'name', make)} can't be measured: {error}")
+                self._note(getattr(make, "name", "?"), "can't be measured", error)
 
     def _is_over(self, share: float) -> bool:
         left = self._ends - time.monotonic() - (1.0 - share) * self._case.secs
         return _largest(float(left < 0)) > 0
 
-    def _limit(self, name: str, measure: Callable[[], float], *, counts: bool) -> None:
-        dist.barrier()
-        secs = _largest(measure())
+    def _limit(self, name: str, secs: float, *, counts: bool) -> None:
+        secs = _largest(secs)  # all ranks wait here: the next limit begins on all at once
         if counts:
             self._limits.setdefault(name, []).append(secs)
 
@@ -142,8 +147,7 @@ class _Measuring:
         try:
             work(entrant, number)
         except Exception as error:  # noqa: BLE001 - told in the table
-            fault = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            _tell(f"{entrant.contender.name}: {fault}")
+            fault = _first_line(error)
         if _largest(float(bool(fault))):
             entrant.error = fault or "it failed on another rank"
             self._state.rebuild()
@@ -151,7 +155,7 @@ class _Measuring:
 
     def _save_round(self, entrant: _Entrant, number: int) -> None:
         contender, state = entrant.contender, self._state
-        state.nudge()
+        state.nudge(number)
         expected = state.digests() if number == 0 else {}
         gc.collect()
         dist.barrier()
@@ -191,13 +195,21 @@ class _Measuring:
                 entrant.add(figure, secs)
             if contender.aliases:
                 self._state.rebuild()
+        if isinstance(contender, DistCkpt):
+            start = time.perf_counter()
+            contender.verify()
+            if number:
+                entrant.add("verify", _largest(time.perf_counter() - start))
 
     def _leave(self) -> None:
         for entrant in self._entrants:
             try:
                 entrant.contender.close()
             except Exception as error:  # noqa: BLE001 - what was measured stays measured
-                _tell(f"{entrant.contender.name} didn't end well: {error}")
+                self._note(entrant.contender.name, "didn't end well", error)
+
+    def _note(self, name: str, what: str, error: Exception) -> None:
+        self._notes.append(f"{name} {what}: {_first_line(error)}")
 
 
 def _compare(expected: dict[str, str], found: dict[str, str]) -> str:
@@ -221,6 +233,5 @@ def _largest(number: float) -> float:
     return float(box)
 
 
-def _tell(text: str) -> None:
-    if dist.get_rank() == 0:
-        sys.stderr.write(f"  {text}\n")
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]

@@ -7,16 +7,19 @@ import os
 import platform
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import IO, Any
 
 from dist_ckpt import __version__
 from dist_ckpt.bench._plan import Case, Options, encode_order
@@ -39,7 +42,7 @@ def run_bench(options: Options, *, tell: Callable[[str], None]) -> dict[str, Any
     free = _free_memory_bytes()
     began = time.time()
     results = []
-    with _folder(options.directory) as folder:
+    with _terminable(), _folder(options.directory) as folder:
         machine = _machine(folder, free)
         for case in options.cases(free):
             tell(f"{case.name}: {case.title}")
@@ -59,33 +62,48 @@ def run_bench(options: Options, *, tell: Callable[[str], None]) -> dict[str, Any
 
 def _measure(case: Case, options: Options, folder: Path) -> dict[str, Any]:
     folder.mkdir()
-    answer = folder / "answer.json"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "dist_ckpt.bench._child", order, str(answer)],
-            env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
-        )
-        for order in [encode_order(case, options, folder)]
-        for where in [_meeting(case.world_size)]
-        for rank in range(case.world_size)
-    ]
+    answer, log = folder / "answer.json", folder / "log"
     try:
-        statuses = _wait(ranks, time.monotonic() + case.secs + _GRACE_SECS)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    try:
+        with (
+            log.open("wb") as out,
+            _ranks(case, [encode_order(case, options, folder), str(answer)], out) as ranks,
+        ):
+            statuses = _wait(ranks, time.monotonic() + case.secs + _GRACE_SECS)
         if any(statuses):
-            return {"error": f"the ranks ended with {', '.join(map(str, statuses))}"}
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+            said = next((line for line in reversed(lines) if line.strip()), "nothing")
+            return {"error": f"its ranks ended with {', '.join(map(str, statuses))}: {said[:500]}"}
         found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return {"error": f"there is no answer: {error}"}
     finally:
         _remove(folder)
     return found
+
+
+@contextmanager
+def _ranks(case: Case, words: list[str], log: IO[bytes]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start the ranks of a case; none is left at the end."""
+    where = {**os.environ, **_meeting(case.world_size)}
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(case.world_size):
+            ranks.append(  # noqa: PERF401 - each is known at once, so that none is left behind
+                subprocess.Popen(
+                    [sys.executable, "-m", "dist_ckpt.bench._child", *words],
+                    env={**where, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            )
+        yield ranks
+    finally:
+        for process in ranks:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # what a peer has started too
+            process.wait()
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float) -> list[int | str]:
@@ -106,17 +124,12 @@ def _meeting(world_size: int) -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
 
 
-def _has_descriptor(stream: Any) -> bool:
-    try:
-        return isinstance(stream.fileno(), int)
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
 @contextmanager
 def _folder(parent: Path | None) -> Iterator[Path]:
     try:
-        folder = Path(tempfile.mkdtemp(prefix=f"dist-ckpt-bench-{secrets.token_hex(2)}-", dir=parent))
+        folder = Path(
+            tempfile.mkdtemp(prefix=f"dist-ckpt-bench-{secrets.token_hex(2)}-", dir=parent)
+        )
     except OSError as error:
         raise IncompleteError(
             f"There is no directory to measure in: {error.strerror}.",
@@ -126,6 +139,23 @@ def _folder(parent: Path | None) -> Iterator[Path]:
         yield folder
     finally:
         _remove(folder)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Within the block SIGTERM is a KeyboardInterrupt, so that no rank outlives it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(_signum: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _remove(folder: Path) -> None:
@@ -143,7 +173,7 @@ def _free_memory_bytes() -> int:
 
 
 def _machine(folder: Path, free_memory_bytes: int) -> dict[str, Any]:
-    versions = {}
+    versions: dict[str, str | None] = {}
     for name in _LIBRARIES:
         try:
             versions[name] = metadata.version(name)

@@ -65,10 +65,10 @@ class TrainingState:
                     "exp_avg_sq": moments[1],
                 }
 
-    def nudge(self) -> None:
+    def nudge(self, number: int) -> None:
         """Change a little, as an update would, without the time that one takes."""
         with torch.no_grad():
-            next(self.model.parameters()).add_(0.5)
+            next(self.model.parameters()).add_(0.5 + number)
             for state in self.optimizer.state.values():
                 state["step"] += 1
 
@@ -76,7 +76,7 @@ class TrainingState:
         """Change every element, as an update does: whoever still reads the live tensors is torn."""
         tensors = [tensor for _, tensor in self.tensors()]
         with torch.no_grad():
-            torch._foreach_mul_(tensors, -3.0)  # noqa: SLF001 - the quickest there is
+            torch._foreach_mul_(tensors, -3.0)
 
 
 def build_state(kind: str, num_bytes: int) -> TrainingState:
@@ -121,4 +121,4 @@ def _fill(tensor: torch.Tensor, pattern: torch.Tensor, shift: int) -> torch.Tens
 
 def _digest(tensor: torch.Tensor) -> str:
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-    return f"{tensor.dtype} {xxhash.xxh3_64_hexdigest(flat)}"
+    return f"{tensor.dtype} {xxhash.xxh3_64_hexdigest(flat.data)}"

@@ -10,7 +10,13 @@ from dist_ckpt.bench._bars import judge, median
 __all__ = ["describe", "spread"]
 
 _FIGURES = ("blocked", "durable", "warm", "cold")
-_HEADS = ("", "blocked, s", "×", "durable, s", "×", "restore warm, s", "×", "cold, s", "×")
+_HEADS = (
+    "",
+    *("blocked, s", "ratio"),
+    *("durable, s", "ratio"),
+    *("restored warm, s", "ratio"),
+    *("cold, s", "ratio"),
+)
 _LIMITS = {"blocked": "memcpy", "durable": "write", "warm": "read warm", "cold": "read cold"}
 
 
@@ -18,11 +24,12 @@ def describe(document: Mapping[str, Any]) -> str:
     """Return the whole run as Markdown that also reads well on a terminal."""
     machine = document["machine"]
     libraries = ", ".join(f"{k} {v}" for k, v in machine["libraries"].items() if v)
+    where = f"{machine['system']}, {machine['cpus']} CPUs, {machine['file_system']}"
+    load = f"load {machine['load']:.1f} at the start"
+    how = f"Medians of up to {document['repeats']} rounds in one run of {document['secs']:.0f} s"
     lines = [
-        f"{machine['system']}, {machine['cpus']} CPUs, {machine['file_system']}, load "
-        f"{machine['load']:.1f} at the start; Python {machine['python']}, {libraries}.",
-        f"Medians of up to {document['repeats']} rounds in one run of {document['secs']:.0f} s, "
-        "lowest to highest in brackets; × is the ratio to the limit in the first line.",
+        f"{where}, {load}; Python {machine['python']}, {libraries}.",
+        f"{how}, lowest to highest in brackets; ratios are to the limit in the first line.",
         "",
     ]
     for case in document["cases"]:
@@ -48,6 +55,9 @@ def _case(case: Mapping[str, Any]) -> Iterator[str]:
         )
         yield ""
         yield from _saves(case)
+        if case["notes"]:
+            yield ""
+            yield from (f"Note: {note}" for note in case["notes"])
     elif "figures" in case:
         rows = [(name, spread(samples)) for name, samples in case["figures"].items()]
         yield from _markdown(("figure", "found (s, bytes)"), rows)
@@ -103,7 +113,7 @@ def spread(samples: Sequence[float] | None) -> str:
         return "-"
     if len(samples) == 1:
         return _number(middle)
-    return f"{_number(middle)} ({_number(min(samples))} – {_number(max(samples))})"
+    return f"{_number(middle)} ({_number(min(samples))} to {_number(max(samples))})"
 
 
 def _number(value: float) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dist_ckpt.capture._observed import Observed, observe
 from dist_ckpt.capture._optim import (
     OptimizerStates,
     check_optimizer,
@@ -43,6 +45,16 @@ from dist_ckpt.tree import JSON
 __all__ = ["LiveObjects"]
 
 PutTensor: TypeAlias = Callable[[str, torch.Tensor], JSON]
+
+
+@dataclass(frozen=True)
+class _Listing:
+    """What one walk listed, and what it was made of."""
+
+    observed: Observed
+    view: ModelView
+    states: OptimizerStates
+    tensors: list[LiveTensor]
 
 
 class LiveObjects:
@@ -90,6 +102,7 @@ class LiveObjects:
             **words_of("data", {} if data is None else {"": data}),
         }
         self._specs = SpecCache()
+        self._listing: _Listing | None = None
         self.notes: list[str] = []
         self._check()
 
@@ -142,13 +155,43 @@ class LiveObjects:
         """Return every tensor of this instant, sharing memory with the live objects.
 
         The order is fixed: weights, ``exp_avg``, ``exp_avg_sq`` (each in canonical order), other
-        optimizer tensors, persistent buffers. Frozen parameters are weights, too.
+        optimizer tensors, persistent buffers. Frozen parameters are weights, too. The very list of
+        the last call is returned where nothing has moved since.
 
         Raises:
             UnsupportedValueError: A tensor that came up since construction and can't be kept.
         """
+        objects = observe(self._models, self._optimizers)
+        known = self._listing
+        if known is None or not known.observed.has_same_objects(objects):
+            known = None
+        elif not known.observed.lies_as_before():
+            known = None
+        if known is None:
+            known = self._listing = self._list(objects)
+        return known.tensors
+
+    def _list(self, objects: list[Any]) -> _Listing:
         view = self._view()
-        return list_tensors(view, self._states(view), self._specs)
+        states = self._states(view)
+        tensors = list_tensors(view, states, self._specs)
+        listed: list[torch.Tensor] = [*view.parameters.values(), *view.buffers.values()]
+        has_trees = False
+        for state in states.by_param.values():
+            listed += state.tensors.values()
+            has_trees |= state.tree is not None  # its inside isn't observed
+        observed = Observed([] if has_trees else objects, listed)
+        return _Listing(observed, view, states, tensors)
+
+    def _look(self) -> tuple[ModelView, OptimizerStates]:
+        """Return what the objects are called now: by the last listing if they are the same ones."""
+        known = self._listing
+        if known is not None and known.observed.has_same_objects(
+            observe(self._models, self._optimizers)
+        ):
+            return known.view, known.states
+        view = self._view()
+        return view, self._states(view)
 
     def predicted_tensors(self) -> list[TensorSpec] | None:
         """Return the specs of `tensors` after the first update, or None if that can't be told.
@@ -184,8 +227,7 @@ class LiveObjects:
         Parts and their kinds, optimizers (groups, and state that isn't a tensor), schedulers,
         scalers.
         """
-        view = self._view()
-        states = self._states(view)
+        view, states = self._look()
         return {
             "parts": self._parts(view),
             "optimizers": {
@@ -247,7 +289,7 @@ class LiveObjects:
                 at once or copied); what it returns is given to ``get_tensor`` by `load_rank`.
         """
         values = {}
-        for word, holder in self._all_holders(self._view()).items():
+        for word, holder in self._all_holders(self._look()[0]).items():
             path = word.replace(".", "/", 1)
             values[word] = encode_value(state_of(word, holder), path, put_tensor)
         return {"rng": encode_rng(self._generators), "values": values}

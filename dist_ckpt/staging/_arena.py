@@ -20,6 +20,7 @@ from dist_ckpt.errors import StorageError
 from dist_ckpt.layout import Layout, Owned, RankLayout
 from dist_ckpt.slices import Role, dtype_size
 from dist_ckpt.staging._compose import Composed, RankValues, compose
+from dist_ckpt.staging._known_copy import KnownCopy, is_plain
 from dist_ckpt.staging._overlap import Overlap
 from dist_ckpt.staging._staged import Staged, Streamed, Writable, optimizer_end, part_of
 from dist_ckpt.staging._state_file import OwnTensor
@@ -53,6 +54,7 @@ class Staging:
         self._plan: RankLayout | None = None
         self._targets: list[tuple[Owned, torch.Tensor]] = []
         self._overlap = overlap
+        self._known = KnownCopy()
 
     @property
     def size_bytes(self) -> int:
@@ -67,6 +69,7 @@ class Staging:
 
     def _drop_arena(self) -> None:
         self._targets, self._bytes, self._plan = [], None, None
+        self._known = KnownCopy()  # it holds addresses of the arena
         arena, self._arena = self._arena, None
         if arena is not None:
             if self._overlap is not None:
@@ -196,6 +199,8 @@ class Staging:
         return self._arena.array
 
     def _copy(self, tensors: Sequence[LiveTensor], *, overlap: Overlap | None) -> None:
+        if overlap is None and self._known.copy(tensors, self._targets):
+            return
         live: Mapping[str, LiveTensor] = {item.spec.key: item for item in tensors}
         later: list[tuple[torch.Tensor, torch.Tensor]] = []
         with torch.no_grad():
@@ -204,7 +209,7 @@ class Staging:
                 source = part_of(item.tensor, item.spec.boxes, owned.box)
                 if overlap is not None and owned.role not in _BUFFERS and source.is_cuda:
                     later.append((target, source))
-                elif _is_plain(source, target):
+                elif is_plain(source, target):
                     # On one thread: torch would split each tensor over all cores, which gains
                     # nothing on memory and stalls at every tensor where a core is busy.
                     ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
@@ -212,19 +217,6 @@ class Staging:
                     target.copy_(source)
         if overlap is not None:
             overlap.start(later)
-
-
-def _is_plain(source: torch.Tensor, target: torch.Tensor) -> bool:
-    """Return whether the bytes of ``source``, in order, are those that ``target`` must hold."""
-    return (
-        source.is_cpu
-        and source.dtype == target.dtype
-        and source.nbytes == target.nbytes
-        and source.is_contiguous()
-        # Conjugated or negated lazily: only a real copy resolves that.
-        and not source.is_complex()
-        and not source.is_neg()
-    )
 
 
 def _pages(num_bytes: int) -> int:

@@ -1,0 +1,123 @@
+"""The copy of a list of tensors that was copied before, in a few calls. Layer 3, training thread.
+
+A list is known by being the same object, with the same targets: `capture` returns the same list only
+where no tensor of it has moved. Then all addresses are known, and many small tensors that lie side by
+side in the arena are one call of ``np.concatenate``, instead of one each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dist_ckpt.capture import LiveTensor
+from dist_ckpt.layout import Owned
+from dist_ckpt.staging._staged import part_of
+
+__all__ = ["KnownCopy", "is_plain"]
+
+#: From this size on a call for a tensor costs nothing beside its bytes.
+_LARGE_BYTES = 1 << 16
+
+_Target = tuple[Owned, torch.Tensor]
+#: Target and source.
+_Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class KnownCopy:
+    """Remembers the last list, and from its second copy on how to copy it quickly."""
+
+    def __init__(self) -> None:
+        self._tensors: Sequence[LiveTensor] | None = None
+        self._targets: Sequence[_Target] | None = None
+        self._calls: list[Callable[[], Any]] | None = None
+
+    def copy(self, tensors: Sequence[LiveTensor], targets: Sequence[_Target]) -> bool:
+        """Return whether all was copied; False where the list is new, or needs more than that."""
+        if tensors is not self._tensors or targets is not self._targets:
+            self._tensors, self._targets, self._calls = tensors, targets, None
+            return False
+        if self._calls is None:
+            self._calls = _plan_calls(tensors, targets)
+        for call in self._calls:
+            call()
+        return bool(self._calls)
+
+
+def _plan_calls(
+    tensors: Sequence[LiveTensor], targets: Sequence[_Target]
+) -> list[Callable[[], Any]]:
+    """Return the calls that copy everything; none where a tensor isn't plain bytes."""
+    live = {item.spec.key: item for item in tensors}
+    pairs = []
+    for owned, target in targets:
+        item = live[owned.key]
+        source = part_of(item.tensor, item.spec.boxes[0], owned.box)
+        if not is_plain(source, target):
+            return []
+        if target.nbytes:
+            pairs.append((target, source))
+    return [
+        _move(*run[0]) if len(run) == 1 else _join([source for _, source in run], run[0][0], pitch)
+        for run, pitch in _runs(pairs)
+    ]
+
+
+def _runs(pairs: Sequence[_Pair]) -> Iterator[tuple[list[_Pair], int]]:
+    """Yield pairs that one call can copy, with their pitch: large ones alone.
+
+    Small ones go together that lie side by side without a gap (0), or that are of one size at one
+    distance from each other (which is the pitch).
+    """
+    run: list[_Pair] = []
+    pitch: int | None = None
+    for pair in pairs:
+        if run:
+            last = run[-1][0]
+            distance, size = pair[0].data_ptr() - last.data_ptr(), pair[0].nbytes
+            found = 0 if distance == last.nbytes else distance
+            fits = size < _LARGE_BYTES and last.nbytes < _LARGE_BYTES
+            fits &= found == 0 or (size == last.nbytes and found > size)
+            if fits and pitch in (None, found):
+                run.append(pair)
+                pitch = found
+                continue
+            yield run, pitch or 0
+        run, pitch = [pair], None
+    if run:
+        yield run, pitch or 0
+
+
+def _join(sources: Sequence[torch.Tensor], first: torch.Tensor, pitch: int) -> Callable[[], Any]:
+    """Return the call that copies small tensors to where the ``first`` target begins."""
+    flat = first.view(-1).view(torch.uint8)
+    arrays = [source.view(-1).view(torch.uint8).numpy() for source in sources]
+    if pitch == 0:
+        total = sum(source.nbytes for source in sources)
+        packed = flat.as_strided((total,), (1,)).numpy()
+        return lambda: np.concatenate(arrays, out=packed)
+    rows = [array.reshape(1, -1) for array in arrays]
+    pitched = flat.as_strided((len(rows), first.nbytes), (pitch, 1)).numpy()
+    return lambda: np.concatenate(rows, out=pitched)
+
+
+def _move(target: torch.Tensor, source: torch.Tensor) -> Callable[[], Any]:
+    to, start, size = target.data_ptr(), source.data_ptr(), target.nbytes
+    return lambda: ctypes.memmove(to, start, size)
+
+
+def is_plain(source: torch.Tensor, target: torch.Tensor) -> bool:
+    """Return whether the bytes of ``source``, in order, are those that ``target`` must hold."""
+    return (
+        source.is_cpu
+        and source.dtype == target.dtype
+        and source.nbytes == target.nbytes
+        and source.is_contiguous()
+        # Conjugated or negated lazily: only a real copy resolves that.
+        and not source.is_complex()
+        and not source.is_neg()
+    )
