@@ -28,17 +28,17 @@ _LAST_WAIT_SECS = 0.1
 def main() -> None:
     """Measure; rank 0 writes the answer."""
     order, answer = sys.argv[1:]
-    case, repeats, folder = decode_order(order)
+    case, options, folder = decode_order(order)
     warnings.simplefilter("ignore")  # those of the peers, which nobody here can act on
     world_size = int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(max((os.cpu_count() or 1) // world_size, 1))
     dist.init_process_group("gloo", timeout=_LIMIT)
     if case.state == "flat":
-        found = measure_flat(case, repeats, folder)
+        found = measure_flat(case, options.repeats, folder)
     elif case.state == "scale":
         found = measure_scale(case)
     else:
-        found = measure_case(case, repeats, folder)
+        found = measure_case(case, options, folder)
     if dist.get_rank() == 0:
         Path(answer).write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()

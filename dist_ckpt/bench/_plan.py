@@ -62,12 +62,14 @@ class Options:
         only: Names of cases; empty for all.
         num_bytes: Size of a state; None for each case's own.
         repeats: Rounds that count, at most; a case that takes longer than its time makes fewer.
+        against: Names of the other libraries that take part; None for all that are installed.
         directory: Where everything is written, below a fresh directory that goes at the end.
     """
 
     only: Sequence[str] = ()
     num_bytes: int | None = None
     repeats: int = 5
+    against: Sequence[str] | None = None
     directory: Path | None = None
 
     def __post_init__(self) -> None:
@@ -101,11 +103,17 @@ class Options:
 
 def encode_order(case: Case, options: Options, folder: Path) -> str:
     """Return what a rank's process is told."""
-    facts: dict[str, Any] = {"case": asdict(case), "repeats": options.repeats}
-    return json.dumps({**facts, "folder": str(folder)})
+    facts: dict[str, Any] = {
+        "case": asdict(case),
+        "repeats": options.repeats,
+        "against": None if options.against is None else list(options.against),
+        "folder": str(folder),
+    }
+    return json.dumps(facts)
 
 
-def decode_order(text: str) -> tuple[Case, int, Path]:
-    """Return case, rounds and folder of what :func:`encode_order` returned."""
+def decode_order(text: str) -> tuple[Case, Options, Path]:
+    """Return case, options and folder of what :func:`encode_order` returned."""
     facts = json.loads(text)
-    return Case(**facts["case"]), int(facts["repeats"]), Path(facts["folder"])
+    options = Options(repeats=facts["repeats"], against=facts["against"])
+    return Case(**facts["case"]), options, Path(facts["folder"])

@@ -26,7 +26,7 @@ from dist_ckpt.bench._contender import (
 from dist_ckpt.bench._limits import Limits, SmallCopies, pinned_copy_secs
 from dist_ckpt.bench._ours import DistCkpt
 from dist_ckpt.bench._peers import PEERS
-from dist_ckpt.bench._plan import Case
+from dist_ckpt.bench._plan import Case, Options
 from dist_ckpt.bench._state import TrainingState, build_state
 
 __all__ = ["measure_case"]
@@ -60,15 +60,16 @@ class _Entrant:
         }
 
 
-def measure_case(case: Case, repeats: int, folder: Path) -> dict[str, Any]:
+def measure_case(case: Case, options: Options, folder: Path) -> dict[str, Any]:
     """Return what was measured, the same on every rank; collective."""
-    return _Measuring(case, repeats, folder).run()
+    return _Measuring(case, options, folder).run()
 
 
 class _Measuring:
-    def __init__(self, case: Case, repeats: int, folder: Path) -> None:
+    def __init__(self, case: Case, options: Options, folder: Path) -> None:
         self._case = case
-        self._repeats = repeats
+        self._options = options
+        self._repeats = options.repeats
         self._folder = folder
         self._state: TrainingState = build_state(case.state, case.num_bytes)
         self._limits: dict[str, list[float]] = {}
@@ -121,7 +122,9 @@ class _Measuring:
                 self._turn(entrant, self._load_round, number)
 
     def _enter(self) -> None:
-        for make in (DistCkpt, *PEERS.values()):
+        against = self._options.against
+        peers = [make for name, make in PEERS.items() if against is None or name in against]
+        for make in (DistCkpt, *peers):
             try:
                 self._entrants.append(_Entrant(make(self._state, self._folder)))
             except Exception as error:  # noqa: BLE001 - a library that can't run here is told

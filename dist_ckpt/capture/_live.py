@@ -163,11 +163,12 @@ class LiveObjects:
         """
         objects = observe(self._models, self._optimizers)
         known = self._listing
-        if known is None or not known.observed.has_same_objects(objects):
-            known = None
-        elif not known.observed.lies_as_before():
-            known = None
-        if known is None:
+        has_moved = (
+            known is None
+            or not known.observed.has_same_objects(objects)
+            or not known.observed.lies_as_before()
+        )
+        if known is None or has_moved:
             known = self._listing = self._list(objects)
         return known.tensors
 

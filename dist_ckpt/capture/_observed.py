@@ -1,9 +1,9 @@
 """Whether the live objects are the very ones that were listed before. Layer 3, reads only.
 
-Walking 100,000 tensors by name takes a second; that nothing has moved since the last walk is seen in
-a tenth of it. What was listed is used again only where *every* object it was made of is the same
-object in the same place, and every tensor among them still has its memory, shape, strides and dtype:
-a list that is stale can't be returned (docs/decisions/0041-unchanged-objects.md).
+Walking 100,000 tensors by name takes a second; that nothing has moved since the last walk is seen
+in a fraction of it. What was listed is used again only where *every* object it was made of is the
+same object in the same place, and every tensor among them still has its memory, shape, strides and
+dtype: a list that is stale can't be returned (docs/decisions/0041-unchanged-objects.md).
 """
 
 from __future__ import annotations

@@ -28,6 +28,10 @@ def bench(
     repeats: Annotated[
         int, typer.Option(metavar="N", help="Rounds that count; fewer where time is up.")
     ] = 5,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LIBRARY", help="Several, as the table names them [all], or none."),
+    ] = None,
     directory: Annotated[
         Path | None,
         typer.Option("--dir", metavar="DIR", help="Where to write; on the disk of interest."),
@@ -52,6 +56,7 @@ def bench(
         only=[name for names in only or () for name in names.split(",") if name],
         num_bytes=None if size is None else parse_size(size, "--size"),
         repeats=repeats,
+        against=None if against is None else [name for n in against for name in n.split(",")],
         directory=directory,
     )
 

@@ -1,8 +1,8 @@
 """The copy of a list of tensors that was copied before, in a few calls. Layer 3, training thread.
 
-A list is known by being the same object, with the same targets: `capture` returns the same list only
-where no tensor of it has moved. Then all addresses are known, and many small tensors that lie side by
-side in the arena are one call of ``np.concatenate``, instead of one each.
+A list is known by being the same object, with the same targets: `capture` returns the same list
+only where no tensor of it has moved. Then all addresses are known, and many small tensors that lie
+side by side in the arena are one call of ``np.concatenate``, instead of one each.
 """
 
 from __future__ import annotations

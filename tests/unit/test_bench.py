@@ -1,0 +1,187 @@
+"""The benchmark: what it counts, whom it believes, what it says; sizes here are toys."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_ckpt import bench
+from dist_ckpt.bench._plan import Case, Options, decode_order, encode_order
+from dist_ckpt.bench._scale import measure_scale
+from dist_ckpt.cli._sizes import parse_size
+from dist_ckpt.errors import IncompleteError, SettingError
+from helpers.ranks import RankContext, run_ranks
+
+SMALL = 1 << 20
+
+
+def fight(ctx: RankContext, folder: str) -> Any:
+    """Measure on these ranks, beside a peer whose copies are torn and one that fails."""
+    import torch
+
+    from dist_ckpt.bench import _peers, _rounds
+
+    class Torn(_peers._TorchSave):
+        name = "torn"
+
+        def save(self, number: int) -> Any:
+            save = super().save
+            return lambda: save(number)  # copies once training has gone on
+
+    class Failing(_peers._TorchSave):
+        name = "failing"
+
+        def save(self, number: int) -> Any:
+            if number == 1 and ctx.rank == 1:
+                raise ValueError("no more")
+            return super().save(number)
+
+    torch.set_num_threads(1)
+    peers = {made.name: made for made in (_peers._TorchSave, Torn, Failing)}
+    _rounds.PEERS = peers  # type: ignore[attr-defined, assignment]
+    case = Case("two", "two ranks", "mixed", world_size=2, num_bytes=SMALL, secs=60)
+    return _rounds.measure_case(case, Options(repeats=1), Path(folder))
+
+
+def test_two_ranks_are_measured_in_turn_and_torn_copies_are_told(tmp_path: Path) -> None:
+    results = run_ranks(2, fight, str(tmp_path), timeout=110)
+    found = results[0].value
+    ours, plain, torn, failing = found["contenders"].values()
+    assert ours["correct"] == "yes"
+    assert ours["error"] is None
+    # load_state_dict gives the moments the parameters' dtype, which is what its user gets.
+    assert "float32 became bfloat16" in plain["correct"]
+    assert torn["correct"].startswith("no: ")
+    assert "no more" in results[1].value["contenders"]["failing"]["error"]
+    assert failing["error"] == "it failed on another rank"
+    for figure in ("blocked", "durable", "verified", "exported", "warm", "cold", "verify"):
+        assert len(ours["samples"][figure]) == 1
+        assert ours["samples"][figure][0] > 0
+    assert {"memcpy", "write", "read warm", "read cold"} <= set(found["limits"])
+    assert found["bytes"] <= SMALL
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("limit")]
+
+
+def test_one_command_measures_prints_and_leaves_nothing(tmp_path: Path) -> None:
+    options = Options(["adamw"], SMALL, repeats=1, against=["torch.save"], directory=tmp_path)
+    told: list[str] = []
+    document = bench.run_bench(options, tell=told.append)
+    assert told == ["adamw: AdamW, float32, 1 rank"]
+    (case,) = document["cases"]
+    assert {n: c["correct"] for n, c in case["contenders"].items()} == {
+        "dist_ckpt": "yes",
+        "torch.save": "yes",
+    }
+    text = bench.describe(json.loads(json.dumps(document)))
+    assert "| torch.save " in text
+    assert "adamw: blocked / memcpy" in text
+    bench.draw(document, tmp_path / "plot.svg")
+    assert (tmp_path / "plot.svg").stat().st_size > 1000
+    assert [path.name for path in tmp_path.iterdir()] == ["plot.svg"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [case.name for case in bench.CASES])
+def test_every_case_runs_with_every_library(tmp_path: Path, name: str) -> None:
+    document = bench.run_bench(Options([name], SMALL, 1, directory=tmp_path), tell=lambda _: None)
+    (case,) = document["cases"]
+    assert "error" not in case
+    for contender in case.get("contenders", {}).values():
+        assert contender["error"] is None
+    assert bench.describe(document)
+
+
+def test_a_case_whose_ranks_die_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHOME", "/nowhere")
+    options = Options(["scale"], SMALL, directory=tmp_path)
+    document = bench.run_bench(options, tell=lambda _: None)
+    assert "its ranks ended with 1" in document["cases"][0]["error"]
+    assert "Not measured" in bench.describe(document)
+
+
+def case_of(ours: float, peer: float, *, correct: str = "yes") -> dict[str, Any]:
+    def entrant(secs: float, verdict: str) -> dict[str, Any]:
+        return {
+            "correct": verdict,
+            "error": None,
+            "stored_bytes": 8,
+            "samples": {"blocked": [secs], "durable": [secs]},
+        }
+
+    return {
+        "name": "adamw",
+        "title": "t",
+        "world_size": 1,
+        "bytes": 8,
+        "num_tensors": 1,
+        "write_threads": 1,
+        "notes": [],
+        "limits": {"memcpy": [1.0], "write": [1.0]},
+        "contenders": {"dist_ckpt": entrant(ours, "yes"), "peer": entrant(peer, correct)},
+    }
+
+
+def test_an_aim_is_met_or_missed_by_the_medians() -> None:
+    met = {bar.figure: bar.met for bar in bench.judge({"cases": [case_of(1.21, 1.3)]})}
+    assert met == {
+        "adamw: blocked / memcpy": True,
+        "adamw: blocked / peer": True,
+        "adamw: durable / O_DIRECT write": False,
+        "adamw: durable / peer": True,
+    }
+
+
+def test_a_peer_that_hands_back_something_else_is_no_measure() -> None:
+    bars = bench.judge({"cases": [case_of(1.2, 0.1, correct="no: 3 of 4 tensors differ")]})
+    assert not [bar for bar in bars if "peer" in bar.figure]
+
+
+def test_plans_grow_with_what_ranks_hold_apart_and_not_with_replicas() -> None:
+    case = Case("scale", "", "scale", num_bytes=SMALL, secs=20)
+    rows = {(row["kind"], row["world_size"]): row for row in measure_scale(case)["rows"]}
+    one, many = rows["replicated", 1], rows["replicated", 64]
+    assert many["num_places"] < one["num_places"] + 4 * 64
+    assert rows["sharded", 64]["num_places"] == 30 * 64 + 10
+    assert many["gather_bytes"] == 64 * one["gather_bytes"]
+
+
+def test_orders_survive_their_way_to_a_process(tmp_path: Path) -> None:
+    case, options = bench.CASES[0], Options(repeats=3, against=["x"])
+    found = decode_order(encode_order(case, options, tmp_path))
+    assert found == (case, options, tmp_path)
+
+
+def test_what_cannot_be_measured_is_refused_by_name(tmp_path: Path) -> None:
+    for arguments, word in (
+        ({"only": ["adam"]}, "adamw"),
+        ({"repeats": 0}, "--repeats"),
+        ({"num_bytes": 12}, "--size"),
+    ):
+        with pytest.raises(SettingError, match=word):
+            Options(**arguments)  # type: ignore[arg-type]
+    with pytest.raises(IncompleteError, match="no directory"):
+        bench.run_bench(Options(directory=tmp_path / "none"), tell=lambda _: None)
+
+
+def test_a_state_fits_the_memory_of_all_ranks_together() -> None:
+    sizes = {case.name: case.num_bytes for case in Options().cases(20_000_000_000)}
+    assert sizes["adamw"] == 1_500_000_000
+    assert sizes["ranks-4"] * 4 <= 20_000_000_000 * 0.2
+    assert copy.copy(Options(num_bytes=SMALL)).cases(1 << 40)[0].num_bytes == SMALL
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("8MiB", 8 << 20), ("1.5GB", 1_500_000_000), ("64", 64), ("2K", 2048), ("1 B", 1)],
+)
+def test_sizes_are_read_as_people_write_them(text: str, expected: int) -> None:
+    assert parse_size(text, "--size") == expected
+
+
+def test_a_size_that_is_none_names_its_option() -> None:
+    with pytest.raises(SettingError, match="--size '8 apples'"):
+        parse_size("8 apples", "--size")
