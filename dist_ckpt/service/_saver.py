@@ -304,5 +304,4 @@ def _not_whole(step: int) -> SaveFailedError:
         f"Step {step} was saved, but didn't read back whole.",
         next_step="It is in archive/ now; look at the disk. Earlier generations are untouched.",
         step=step,
-        cause="its bytes read back otherwise",  # a last save is worth another try
     )

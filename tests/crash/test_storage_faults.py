@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dist_ckpt.errors import StorageError
 from dist_ckpt.service import _session
 from helpers import sweeping
 from helpers.faulty_ops import Fault, RecordingOps
@@ -153,6 +154,18 @@ def test_a_disk_that_fails_for_good_at_every_instant_ends_no_training_and_loses_
     kind: str, base: Path, unbroken: tuple[Result, RecordingOps], tmp_path: Path
 ) -> None:
     _sweep_lasting(base, tmp_path, unbroken, kind, None)
+
+
+def test_a_disk_that_refuses_to_read_is_not_taken_for_another_directory(
+    base: Path, tmp_path: Path
+) -> None:
+    run = copy_run(base, tmp_path / "it")
+    ops = sweeping.once(run, Site("preadv", "/run.json", 2), "EIO")
+    result = attempt(run, ops)
+    assert ops.struck == 1
+    assert isinstance(result.error, StorageError)
+    assert "Could not read" in str(result.error)
+    assert "[EIO]" in str(result.error)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -285,6 +285,20 @@ def test_where_links_are_refused_it_is_copied(tmp_path: Path) -> None:
     check_sum(store.bin_path(100))
 
 
+def test_a_link_that_cant_be_looked_at_for_a_moment_leaves_no_second_name(tmp_path: Path) -> None:
+    """A rename between two links of one file does nothing, and leaves both names."""
+    point = write_generation(tmp_path, [adam_part(weights())])
+    store = GenerationStore(tmp_path)
+    export_bin(store, point)
+    ops = FaultyOps(Fault("open", "step_000100.bin", error="EIO"))
+    with use_ops(ops):
+        assert export_bin(store, point) == "link"
+    assert ops.struck == 1
+    names = ["checkpoints", "step_000100.bin", "step_000100.bin.sha256"]
+    assert sorted(os.listdir(tmp_path)) == names
+    check_sum(store.bin_path(100))
+
+
 def test_the_name_is_given_to_a_whole_file_only(tmp_path: Path) -> None:
     """Case 2: the final name is always whole, a copy's too."""
     for name, parts, copy in (("a", 1, True), ("b", 1, False), ("c", 2, False)):

@@ -134,7 +134,7 @@ def test_a_generation_that_reads_back_otherwise_is_set_aside_and_the_status_tell
     tmp_path: Path,
 ) -> None:
     """Case 44: the disk took the bytes and gave back others."""
-    options = _options(tmp_path, step_secs=0.01, settings={"deadline_secs": 0.1})
+    options = _options(tmp_path, step_secs=0.01)
     # Reading back fails as a whole: what counts is that nobody takes it for verified.
     bad = Fault("preadv", "*/step_000012/*.shard", times=None, error="EIO")
     with Job(options, faults={0: [bad]}) as job:
@@ -143,7 +143,7 @@ def test_a_generation_that_reads_back_otherwise_is_set_aside_and_the_status_tell
         assert "didn't read back whole" in job.stderr()
     assert generations(options) == [4, 8]
     assert (Path(options.run_dir) / "archive/faulty_000012/step_000012").is_dir()
-    train(replace(options, step_secs=0.0, settings={}))
+    train(replace(options, step_secs=0.0))
     assert _check_whole(options) == [4, 8, 12]
 
 
