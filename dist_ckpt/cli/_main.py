@@ -28,6 +28,7 @@ from dist_ckpt.cli import (
     _report,
     _reshard,
     _serve,
+    _ship,
     _verify,
 )
 from dist_ckpt.cli._answer import Answer, dump
@@ -196,6 +197,7 @@ def _app() -> typer.Typer:
         _keep,
         _reshard,
         _bench,
+        _ship,
     ):
         for command in module.COMMANDS:
             # `import` is a word of Python's: its function has a name with a dash behind it.

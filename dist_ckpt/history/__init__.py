@@ -33,7 +33,14 @@ from dist_ckpt.history._readers import (
     read_metrics,
     read_samples,
 )
-from dist_ckpt.history._rejoin import Past, bookmark_history, read_past, rejoin_history, write_past
+from dist_ckpt.history._rejoin import (
+    Past,
+    bookmark_history,
+    encode_past,
+    read_past,
+    rejoin_history,
+    write_past,
+)
 from dist_ckpt.history._replay import ReplayResult, replay_summary
 from dist_ckpt.history._samples import Samples, canonical_samples, parse_samples
 from dist_ckpt.history._sidecars import (
@@ -72,6 +79,7 @@ __all__ = [
     "canonical_samples",
     "check_metric_names",
     "compare_branches",
+    "encode_past",
     "encode_settings",
     "encode_state",
     "history_path",

@@ -29,7 +29,14 @@ if TYPE_CHECKING:
     from dist_ckpt.history._metrics import Metrics
     from dist_ckpt.history._samples import Samples
 
-__all__ = ["Past", "bookmark_history", "read_past", "rejoin_history", "write_past"]
+__all__ = [
+    "Past",
+    "bookmark_history",
+    "encode_past",
+    "read_past",
+    "rejoin_history",
+    "write_past",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +115,19 @@ def write_past(run_dir: str | os.PathLike[str], name: str, past: Past) -> None:
     Raises:
         StorageError: One of them exists, or the file system refused.
     """
+    for what, data in encode_past(past).items():
+        write_durable(history_path(run_dir, name, what), data, mode=0o600)
+
+
+def encode_past(past: Past) -> dict[str, bytes]:
+    """Return the bytes of the files that hold nothing but ``past``, by what they are of."""
     entries = [encode_entry(step, loss) for step, loss in past.loss]
     samples = [json.dumps(sample, allow_nan=False).encode() for sample in past.samples]
-    lines = b"".join(encode_line(line) for line in past.metrics)
-    for what, data in (
-        ("loss", encode_array(entries)),
-        ("samples", encode_array(samples)),
-        ("metrics", lines),
-    ):
-        write_durable(history_path(run_dir, name, what), data, mode=0o600)
+    return {
+        "loss": encode_array(entries),
+        "samples": encode_array(samples),
+        "metrics": b"".join(encode_line(line) for line in past.metrics),
+    }
 
 
 def _rejoin_loss(file: LossFile, old: Sequence[LossEntry]) -> int:

@@ -6,7 +6,7 @@ no torch.
 
 from __future__ import annotations
 
-from dist_ckpt.lifecycle._fork import Forked, Origin, check_fork, find_origin, fork
+from dist_ckpt.lifecycle._fork import Forked, Origin, check_fork, find_origin, fork, past_of
 from dist_ckpt.lifecycle._hold import hold_open, last_attempt
 from dist_ckpt.lifecycle._pivot import (
     Pivot,
@@ -49,6 +49,7 @@ __all__ = [
     "last_pivot",
     "list_archived",
     "new_request",
+    "past_of",
     "pivots_of",
     "plan_rewind",
     "read_request",

@@ -46,7 +46,7 @@ from dist_ckpt.resume_point import (
     shard_name,
 )
 
-__all__ = ["Forked", "Origin", "check_fork", "find_origin", "fork"]
+__all__ = ["Forked", "Origin", "check_fork", "find_origin", "fork", "past_of"]
 
 _POLICY: Final = ".policy.json"
 _STATE: Final = ".state.json"
@@ -227,7 +227,7 @@ def _write_sidecars(
     how: Mapping[str, int],
 ) -> int:
     """Have the history up to the fork, its lineage first; return how many losses it has."""
-    past = _past(origin)
+    past = past_of(origin)
     write_past(directory, name, past)
     journal = Journal.open(history_path(directory, name, "journal"), 0)
     try:
@@ -275,7 +275,8 @@ def _read_or_none(path: Path) -> bytes | None:
         return None
 
 
-def _past(origin: Origin) -> Past:
+def past_of(origin: Origin) -> Past:
+    """Return the history that led to the generation; empty where it lies in no run."""
     if origin.run_dir is None:
         return Past([], [], [])
     mark: Mapping[str, Any] | None = None
