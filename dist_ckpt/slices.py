@@ -69,6 +69,11 @@ class Box:
         sizes = tuple(end - start for start, end in zip(offsets, ends, strict=True))
         return None if any(size <= 0 for size in sizes) else Box(offsets, sizes)
 
+    def contains(self, other: Box) -> bool:
+        """Return whether the other lies within this one; an empty one does where its bounds do."""
+        bounds = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        return all(a <= b and b + m <= a + n for a, n, b, m in bounds)
+
 
 def local_boxes(boxes: Sequence[Box]) -> list[Box]:
     """Return where each of a rank's boxes lies in the one local tensor that holds them all.

@@ -175,7 +175,7 @@ def part_of(tensor: torch.Tensor, holds: Sequence[Box], wanted: Box) -> torch.Te
     if len(holds) == 1 and holds[0] == wanted:
         return tensor
     for box, place in zip(holds, local_boxes(holds), strict=True):
-        if box == wanted or box.intersect(wanted) == wanted:
+        if box.contains(wanted):
             steps = zip(wanted.offsets, box.offsets, place.offsets, wanted.sizes, strict=True)
             for dim, (start, origin, at, size) in enumerate(steps):
                 tensor = tensor.narrow(dim, at + start - origin, size)
