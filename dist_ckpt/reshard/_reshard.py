@@ -12,7 +12,7 @@ from typing import Any
 from dist_ckpt import storage
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.reshard._prepare import Prepared
-from dist_ckpt.reshard._run import carry_history, check_new, new_run
+from dist_ckpt.reshard._run import carry_history, carry_policy, check_new, new_run
 from dist_ckpt.reshard._write import machinery, try_loading, write_files
 from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.storage import FileDigest
@@ -83,6 +83,7 @@ def reshard(
             source = store.run_dir if _in_run(job) else None
             facts = {**_origin(job), "id": job.id, "world_size": job.world_size}
             carry_history(source, temporary, target.name, step=point.step, facts=facts)
+            carry_policy(source, temporary, target.name, point)
         chunk_bytes = parts.buffers.chunk_bytes
     return Resharded(target, new_point, chunk_bytes, _notes(job), time.monotonic() - began)
 
@@ -122,7 +123,7 @@ def _point(job: Prepared, run: str, files: Mapping[str, FileDigest]) -> ResumePo
         canonical=job.plan.layout.canonical,
         identity=point.identity,
         shared=point.shared,
-        notes={"resharded": _origin(job)},
+        notes={"resharded": _origin(job), "policy": point.notes.get("policy")},
     )
 
 

@@ -20,8 +20,10 @@ from dist_ckpt import reshard as resharding
 from dist_ckpt.capture import Captured
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.resume import Reader
+from dist_ckpt.runs import open_run, pivot_run
 from helpers.boxes import columns, in_memory, lay_out, write_boxed
 from helpers.generating import Part, adam_part, part_of, write_generation
+from helpers.pivoting import Training
 from helpers.run_dirs import ended_run, snapshot_of
 from helpers.trainers import final, train
 from helpers.training import Options
@@ -247,3 +249,22 @@ def test_the_history_is_carried_up_to_the_step_with_what_isnt_finite(tmp_path: P
     assert new.metrics == old.metrics[:5]
     kinds = [e["kind"] for e in new.journal if e["event"] == "loss_not_finite"]
     assert kinds == ["nan"]
+
+
+def test_the_policy_goes_on_as_on_the_run_itself_with_its_settings_and_a_pivot_that_is_due(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "andrea"
+    before = Training()
+    before.train(run, 20)
+    pivot_run(open_run(run), {"floors": {"docs": 2.0}})
+    before.train(run, 25)
+    rewrite(run, 2, tmp_path / "same")
+    with (same := Training()).checkpointer(tmp_path / "same"):
+        assert same.bandit.state_dict() == before.bandit.state_dict()
+        assert same.bandit.settings.floors == {"docs": 2.0}
+    pivot_run(open_run(run), {"floors": {"docs": 3.0}})
+    rewrite(run, 2, tmp_path / "fresh")
+    with (fresh := Training()).checkpointer(tmp_path / "fresh"):
+        assert all(arm.pulls == 0 for arm in fresh.bandit.arms.values())
+        assert fresh.bandit.settings.floors == {"docs": 3.0}
