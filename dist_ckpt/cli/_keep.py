@@ -10,7 +10,8 @@ import typer
 from dist_ckpt import lifecycle
 from dist_ckpt.cli._address import AddressArgument, RunArgument, find_generation, find_run
 from dist_ckpt.cli._answer import Answer, JsonOption
-from dist_ckpt.cli._life import DryRunOption, run_dir_of
+from dist_ckpt.cli._life import run_dir_of
+from dist_ckpt.cli._settings_file import DryRunOption
 from dist_ckpt.cli._text import plain, size, table
 from dist_ckpt.errors import SettingError
 from dist_ckpt.generations import GenerationStore, Retention

@@ -8,22 +8,18 @@ from typing import Annotated
 
 import typer
 
-from dist_ckpt import lifecycle, storage
+from dist_ckpt import lifecycle
 from dist_ckpt.cli._address import AddressArgument, RunArgument, find, find_generation, find_run
 from dist_ckpt.cli._answer import Answer, JsonOption
 from dist_ckpt.cli._progress import byte_bar
+from dist_ckpt.cli._settings_file import DryRunOption, read_settings
 from dist_ckpt.cli._text import plain, table
 from dist_ckpt.errors import UsageError
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.lifecycle import Archived, Forked, Rewound
 from dist_ckpt.runs import Run
 
-__all__ = ["COMMANDS", "DryRunOption", "run_dir_of"]
-
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", "-n", help="Say what would be done, and change nothing.")
-]
-_POLICY_LIMIT_BYTES = 1 << 24
+__all__ = ["COMMANDS", "run_dir_of"]
 
 
 def fork(
@@ -42,10 +38,10 @@ def fork(
     No bytes are copied where the file system can share them. Nothing of the parent changes.
     """
     _, generation = find_generation(address)
-    settings = _read_policy(policy)
+    settings = read_settings(policy)
     origin = lifecycle.find_origin(generation.store, generation.step)
     if dry_run:
-        lifecycle.check_fork(origin, Path(new), policy=settings)
+        lifecycle.check_fork(origin, Path(new))
         document = {"from": str(generation.path), "step": generation.step, "path": new}
         text = f"would fork step {generation.step} of {generation.path} to {new}\n"
         return Answer({**document, "dry_run": True}, lambda: plain(text[:-1]) + "\n")
@@ -63,12 +59,6 @@ def fork(
         "dry_run": False,
     }
     return Answer(document, lambda: _tell_fork(forked))
-
-
-def _read_policy(path: str | None) -> bytes | None:
-    if path is None:
-        return None
-    return storage.read_file(Path(path), limit_bytes=_POLICY_LIMIT_BYTES)
 
 
 def _tell_fork(forked: Forked) -> str:

@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dist_ckpt import storage
 from dist_ckpt.cli._address import RunArgument, find_run
 from dist_ckpt.cli._answer import Answer, JsonOption
+from dist_ckpt.cli._settings_file import DryRunOption, read_settings
 from dist_ckpt.cli._text import duration, plain, spell_settings
-from dist_ckpt.errors import CorruptFileError, SettingError, UsageError
-from dist_ckpt.history import parse_settings
+from dist_ckpt.errors import SettingError
 from dist_ckpt.runs import Pivoted, PivotPlan, Run, pivot_run, plan_pivot
 
 __all__ = ["COMMANDS"]
-
-_LIMIT_BYTES = 1 << 22
 
 
 def pivot(
     run: RunArgument,
     *,
     policy: Annotated[
-        Path | None,
+        str | None,
         typer.Option(metavar="FILE", help="The policy's new settings, one JSON object."),
     ] = None,
     timeout: Annotated[
         float, typer.Option(metavar="SECS", help="How long to wait for boundary and restart.")
     ] = 3600.0,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", "-n", help="Tell what would be done; change nothing.")
-    ] = False,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,  # noqa: ARG001 - see JsonOption
 ) -> Answer:
     """Change the policy at a checkpoint: samples and state to archive/, the rest goes on.
@@ -48,18 +42,10 @@ def pivot(
             found=str(timeout),
         )
     found = find_run(run)
-    settings = None if policy is None else _read(policy)
+    settings = read_settings(policy)
     if dry_run:
         return _plan(found, settings, plan_pivot(found, settings))
     return _tell(found, pivot_run(found, settings, timeout_secs=timeout))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return parse_settings(storage.read_file(path, limit_bytes=_LIMIT_BYTES), path)
-    except CorruptFileError as error:
-        # Nothing of the run is faulty.
-        raise UsageError(error.message, next_step=error.next_step, path=str(path)) from error
 
 
 def _plan(run: Run, settings: dict[str, Any] | None, plan: PivotPlan) -> Answer:

@@ -7,7 +7,7 @@ no torch.
 from __future__ import annotations
 
 from dist_ckpt.lifecycle._fork import Forked, Origin, check_fork, find_origin, fork, past_of
-from dist_ckpt.lifecycle._hold import hold_open, last_attempt
+from dist_ckpt.lifecycle._hold import hold_open, hold_run, last_attempt
 from dist_ckpt.lifecycle._pivot import (
     Pivot,
     carry_out_pivot,
@@ -44,6 +44,7 @@ __all__ = [
     "finish_rewind",
     "fork",
     "hold_open",
+    "hold_run",
     "judge",
     "last_attempt",
     "last_pivot",

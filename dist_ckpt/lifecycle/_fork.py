@@ -8,36 +8,35 @@ what grows, the history, is a copy of each.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from dist_ckpt import storage
 from dist_ckpt.errors import DistCkptError, NotFoundError
 from dist_ckpt.generations import GenerationStore, StoredGenerations
 from dist_ckpt.history import (
+    ABSENT,
     FORKED,
     Journal,
     Past,
+    encode_state,
     history_path,
     read_journal,
     read_past,
+    read_policy,
+    read_state,
     run_name,
     write_past,
+    write_policy,
+    write_state,
 )
-from dist_ckpt.lifecycle._hold import hold_run, open_history
-from dist_ckpt.lifecycle._new_run import (
-    POLICY_LIMIT_BYTES,
-    check_policy,
-    check_target,
-    taken,
-    workshop,
-)
-from dist_ckpt.lifecycle._rewind import finish_rewind, is_rewinding, started_rewind
+from dist_ckpt.lifecycle._hold import end_rewind, hold_run
+from dist_ckpt.lifecycle._new_run import check_target, taken, workshop
+from dist_ckpt.lifecycle._rewind import started_rewind
 from dist_ckpt.resume_point import (
     INDEX_NAME,
     RESUME_POINT_NAME,
@@ -47,9 +46,6 @@ from dist_ckpt.resume_point import (
 )
 
 __all__ = ["Forked", "Origin", "check_fork", "find_origin", "fork", "past_of"]
-
-_POLICY: Final = ".policy.json"
-_STATE: Final = ".state.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +101,7 @@ def fork(
     origin: Origin,
     target: Path,
     *,
-    policy: bytes | None = None,
+    policy: Mapping[str, Any] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Forked:
     """Have a run in ``target`` that goes on from the origin's step, durable.
@@ -116,8 +112,8 @@ def fork(
     Args:
         origin: Where to branch off; nothing in it is changed.
         target: The new run directory, whose last component is the run's name; must not exist.
-        policy: Settings of the branch's policy, a JSON object: it starts fresh with them. None:
-            the parent's, and its policy's state.
+        policy: Settings of the branch's policy: it starts fresh with them. None: the parent's, and
+            its policy's state.
         progress: Called with the bytes read since the last call, of a generation that nobody has
             read back yet.
 
@@ -133,7 +129,6 @@ def fork(
         if storage.exists(target):
             return _found(target, point)
         check_target(origin.run_dir, target)
-        check_policy(policy)
         origin.store.check_files(point)
         if origin.store.verified_at(origin.step) is None:
             origin.store.verify(point, progress=progress)
@@ -148,7 +143,7 @@ def fork(
     return Forked(target, point.step, point.id, dict(how), num_losses)
 
 
-def check_fork(origin: Origin, target: Path, *, policy: bytes | None = None) -> None:
+def check_fork(origin: Origin, target: Path) -> None:
     """Return if `fork` would find nothing in its way; the same errors, but for the lock's."""
     target = Path(os.path.abspath(target))
     point = origin.store.manifest(origin.step)
@@ -156,7 +151,6 @@ def check_fork(origin: Origin, target: Path, *, policy: bytes | None = None) -> 
         _found(target, point)
         return
     check_target(origin.run_dir, target)
-    check_policy(policy)
     origin.store.check_files(point)
 
 
@@ -166,9 +160,7 @@ def _holding(origin: Origin) -> Iterator[None]:
         yield
         return
     with hold_run(origin.run_dir, "fork"):
-        if is_rewinding(origin.run_dir):  # of two histories, which is the generation's?
-            with open_history(origin.run_dir) as history:
-                finish_rewind(GenerationStore(origin.run_dir), history)
+        end_rewind(origin.run_dir)
         yield
 
 
@@ -223,7 +215,7 @@ def _write_sidecars(
     directory: Path,
     *,
     name: str,
-    policy: bytes | None,
+    policy: Mapping[str, Any] | None,
     how: Mapping[str, int],
 ) -> int:
     """Have the history up to the fork, its lineage first; return how many losses it has."""
@@ -244,35 +236,34 @@ def _write_sidecars(
         )
     finally:
         journal.close()
-    _write_policy(origin, point, directory / name, policy)
+    _write_policy(origin, point, directory, name, policy)
     return len(past.loss)
 
 
-def _write_policy(origin: Origin, point: ResumePoint, stem: Path, policy: bytes | None) -> None:
+def _write_policy(
+    origin: Origin,
+    point: ResumePoint,
+    directory: Path,
+    name: str,
+    policy: Mapping[str, Any] | None,
+) -> None:
     """Have the branch's policy settings, and the state of its policy where a file has it.
 
     The state lies in the generation too; the parent's file is of its newest one.
     """
-    settings = policy
-    state = None
+    settings, state = policy, ABSENT
     if policy is None and origin.run_dir is not None:
-        parent = str(origin.run_dir / run_name(origin.run_dir))
-        settings = _read_or_none(Path(parent + _POLICY))
+        parent = run_name(origin.run_dir)
         if "policy" in point.notes:  # those that the point was made under
-            told = point.notes["policy"]
-            settings = None if told is None else json.dumps(told, indent=1).encode() + b"\n"
+            settings = point.notes["policy"]
+        else:
+            settings = read_policy(origin.run_dir, parent)
         if origin.home is None and origin.store.steps()[-1] == point.step:
-            state = _read_or_none(Path(parent + _STATE))
-    for suffix, data in ((_POLICY, settings), (_STATE, state)):
-        if data is not None:
-            storage.write_durable(stem.with_name(stem.name + suffix), data, mode=0o600)
-
-
-def _read_or_none(path: Path) -> bytes | None:
-    try:
-        return storage.read_file(path, limit_bytes=POLICY_LIMIT_BYTES)
-    except NotFoundError:
-        return None
+            state = read_state(origin.run_dir, parent)
+    if settings is not None:
+        write_policy(directory, name, dict(settings))
+    if state is not ABSENT:
+        write_state(directory, name, encode_state(state))
 
 
 def past_of(origin: Origin) -> Past:

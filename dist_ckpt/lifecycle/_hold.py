@@ -15,9 +15,9 @@ from dist_ckpt import announce, storage
 from dist_ckpt.errors import DistCkptError
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.history import History, read_journal, run_name
-from dist_ckpt.lifecycle._rewind import finish_rewind
+from dist_ckpt.lifecycle._rewind import finish_rewind, is_rewinding
 
-__all__ = ["LOCK_NAME", "hold_open", "hold_run", "last_attempt", "open_history"]
+__all__ = ["LOCK_NAME", "end_rewind", "hold_open", "hold_run", "last_attempt", "open_history"]
 
 LOCK_NAME: Final = "run.lock"
 _RUN_FILE: Final = "run.json"
@@ -55,6 +55,13 @@ def hold_run(run_dir: Path, command: str) -> Iterator[None]:
 def open_history(run_dir: Path) -> History:
     """Return the history of a run that is held, repaired where a crash has torn it."""
     return History(run_dir, run_name(run_dir), last_attempt(run_dir))
+
+
+def end_rewind(run_dir: Path) -> None:
+    """No rewind of a run that is held is left half done: of two histories it has one again."""
+    if is_rewinding(run_dir):
+        with open_history(run_dir) as history:
+            finish_rewind(GenerationStore(run_dir), history)
 
 
 @contextlib.contextmanager

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
 
 from dist_ckpt import storage
 from dist_ckpt.canonical import parse_step_name
 from dist_ckpt.errors import DistCkptError, UsageError
 from dist_ckpt.lifecycle._hold import LOCK_NAME
 
-__all__ = ["POLICY_LIMIT_BYTES", "check_policy", "check_target", "taken", "workshop"]
-
-POLICY_LIMIT_BYTES: Final = 1 << 24
+__all__ = ["check_target", "taken", "workshop"]
 
 
 def check_target(run_dir: Path | None, target: Path) -> None:
@@ -40,21 +36,6 @@ def check_target(run_dir: Path | None, target: Path) -> None:
             ),
             next_step="Give another path; its last component is the new run's name.",
             path=str(target),
-        )
-
-
-def check_policy(policy: bytes | None) -> None:
-    """Return if these are a policy's settings, or none."""
-    if policy is None:
-        return
-    try:
-        body = json.loads(policy) if len(policy) <= POLICY_LIMIT_BYTES else None
-    except ValueError:
-        body = None
-    if not isinstance(body, dict):
-        raise UsageError(
-            "The policy's file doesn't hold one JSON object.",
-            next_step='Write its settings as {"name": value, …}.',
         )
 
 

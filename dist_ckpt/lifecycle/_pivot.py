@@ -27,6 +27,7 @@ from dist_ckpt.history import (
     read_policy,
     write_policy,
 )
+from dist_ckpt.lifecycle._hold import end_rewind
 from dist_ckpt.lifecycle._request import (
     Begun,
     PivotRequest,
@@ -93,6 +94,7 @@ def carry_out_pivot(run_dir: Path, name: str, attempt: int, request: PivotReques
         return done
     begun = request.begun
     if begun is None:
+        end_rewind(run_dir)  # or the newest step would be one that the run has left
         begun = Begun(_newest_step(run_dir), _free_home(run_dir), read_policy(run_dir, name))
         begin_request(run_dir, request, begun)
     home = run_dir / "archive" / begun.archive

@@ -8,16 +8,14 @@ Each look starts from what lies in the run directory, so that a call that was cu
 
 from __future__ import annotations
 
-import os
 import shlex
 import signal
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dist_ckpt import announce, storage
+from dist_ckpt import announce
 from dist_ckpt.errors import (
     JobError,
     LockedError,
@@ -28,6 +26,7 @@ from dist_ckpt.lifecycle import (
     Pivot,
     PivotRequest,
     carry_out_pivot,
+    hold_run,
     new_request,
     pivots_of,
     read_request,
@@ -42,7 +41,6 @@ from dist_ckpt.runs._pivot_plan import (
     nothing_to_go_on_from,
     require_here,
 )
-from dist_ckpt.runs._places import LOCK_FILE
 from dist_ckpt.runs._run import Run
 
 __all__ = ["Pivoted", "pivot_run"]
@@ -216,25 +214,13 @@ class _Pivoting:
         if self._run.latest() is None and request.begun is None:
             remove_request(self._run_dir)
             raise nothing_to_go_on_from(self._run)
-        lock = storage.RunLock(self._run_dir / LOCK_FILE)
-        pid = os.getpid()
+        attempt = facts.get("attempt")
+        number = attempt if type(attempt) is int else 0
         try:
-            lock.acquire(
-                {
-                    "pid": pid,
-                    "start_time": announce.process_start_time(pid),
-                    "host": socket.gethostname(),
-                    "command": "dist-ckpt pivot",
-                }
-            )
+            with hold_run(self._run_dir, "pivot"):
+                return carry_out_pivot(self._run_dir, self._run.name, number, request)
         except LockedError:
             return None
-        try:
-            attempt = facts.get("attempt")
-            number = attempt if type(attempt) is int else 0
-            return carry_out_pivot(self._run_dir, self._run.name, number, request)
-        finally:
-            lock.release()
 
     def _follow(self, pivot: Pivot, facts: Mapping[str, Any]) -> Pivoted:
         """Wait for the restart where a launcher makes one."""

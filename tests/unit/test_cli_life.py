@@ -68,7 +68,7 @@ def test_a_fork_shares_its_files_and_carries_lineage_and_losses_up_to_its_step(
     assert call("verify", branch).status == 0
     assert call("diff", f"{parent}@8", branch).status == 0
     assert call("fork", f"{parent}@12", tmp_path / "late").status == 0
-    assert (tmp_path / "late" / "late.state.json").read_text() == '{"arms": []}'
+    assert json.loads((tmp_path / "late" / "late.state.json").read_text()) == {"arms": []}
 
 
 def test_two_branches_from_the_same_weights_are_compared_from_where_they_part(
@@ -108,12 +108,13 @@ def test_a_fork_with_a_policy_starts_the_policy_fresh(tmp_path: Path) -> None:
     (parent / f"{parent.name}.state.json").write_text('{"arms": []}')
     (tmp_path / "policy.json").write_text('{"floors": {"a": 0.1}}')
     assert call("fork", f"{parent}@8", branch, "--policy", tmp_path / "policy.json").status == 0
-    assert (branch / "branch.policy.json").read_text() == '{"floors": {"a": 0.1}}'
+    assert json.loads((branch / "branch.policy.json").read_text()) == {"floors": {"a": 0.1}}
     assert not (branch / "branch.state.json").exists()
-    (tmp_path / "policy.json").write_text("[1]")
-    called = call("fork", f"{parent}@8", tmp_path / "x", "--policy", tmp_path / "policy.json")
-    assert called.status == 2
-    assert not (tmp_path / "x").exists()
+    for refused in ("[1]", '{"floors": NaN}'):  # the branch's first start would refuse them
+        (tmp_path / "policy.json").write_text(refused)
+        called = call("fork", f"{parent}@8", tmp_path / "x", "--policy", tmp_path / "policy.json")
+        assert called.status == 2
+        assert not (tmp_path / "x").exists()
 
 
 def test_a_fork_replaces_nothing_and_takes_nothing_that_is_not_whole(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from dist_ckpt.errors import (
     RankTimeoutError,
     UsageError,
 )
-from dist_ckpt.history import read_journal, read_samples
+from dist_ckpt.history import History, bookmark_history, read_journal, read_samples
 from dist_ckpt.lifecycle import REQUEST_FILE, read_request
 from dist_ckpt.runs import open_run, pivot_run, plan_pivot
 from dist_ckpt.storage import RunLock, use_ops
@@ -186,6 +186,20 @@ def test_another_pivot_while_one_is_half_done_comes_after_it(stopped: Path, tmp_
     story = [(event["policy"], event["previous"]) for event in _events(run, "pivot")]
     assert story == [(first, OLD), (NEW, first)]
     assert read_request(run) is None
+
+
+def test_a_rewind_that_was_cut_off_ends_before_the_pivot(tmp_path: Path) -> None:
+    run = tmp_path / "andrea"
+    Training().train(run, 25)
+    with History(run, "andrea", 1) as history:
+        mark = bookmark_history(history)
+        history.journal.append("rewind_started", step=20, home="rewind_to_000020", **mark)
+    done = pivot_run(open_run(run), None)
+    assert done.pivot.step == 20
+    words = [event["event"] for event in read_journal(run)]
+    assert words.index("rewound") < words.index("pivot")
+    assert open_run(run).store.steps() == [20]
+    assert (run / "archive" / "rewind_to_000020" / "step_000025").is_dir()
 
 
 def test_a_run_without_a_generation_is_refused_and_nothing_is_asked_for(tmp_path: Path) -> None:
