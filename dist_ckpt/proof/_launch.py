@@ -86,17 +86,19 @@ def run_process(order: Order) -> int | None:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Nothing of it is left running."""
-    if process.poll() is None:
-        # Twice: a launcher ends its whole job then, and a Checkpointer doesn't wait for a save.
-        for _ in range(2):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGINT)
-            time.sleep(0.2)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_END_SECS)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    try:
+        if process.poll() is None:
+            # Twice: a launcher ends its whole job then, and a Checkpointer doesn't wait for a save.
+            for _ in range(2):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGINT)
+                time.sleep(0.2)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_SECS)
+    finally:  # also where a second Ctrl-C ends the patience
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @contextlib.contextmanager

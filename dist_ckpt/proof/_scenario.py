@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_ckpt import storage
+from dist_ckpt.canonical import step_name
 from dist_ckpt.errors import IncompleteError
 from dist_ckpt.proof._command import with_run_dir
 from dist_ckpt.proof._copy import copy_run
@@ -49,7 +50,7 @@ class Scenario:
     @property
     def generation(self) -> Path:
         """Where its last generation lies."""
-        return self.run_dir / "checkpoints" / f"step_{self.stop_at:06d}"
+        return self.run_dir / "checkpoints" / step_name(self.stop_at)
 
     def to_json(self) -> dict[str, Any]:
         """Return what it was, as JSON can hold it."""

@@ -278,4 +278,5 @@ def _convert(reader: _BinReader, targets: Mapping[str, torch.Tensor]) -> list[st
         batch = {}
     if not rounded:
         return []
-    return [f"rounded to this model's dtype: {rounded[0]} and {len(rounded) - 1} more"]
+    more = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
+    return [f"rounded to this model's dtype: {rounded[0]}{more}"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from dist_ckpt import storage
-from dist_ckpt.errors import NoSpaceError
+from dist_ckpt.errors import DistCkptError
 from dist_ckpt.service._attempt import Attempt
 from dist_ckpt.service._boundary import Wishes
 from dist_ckpt.service._settings import Settings
@@ -48,12 +48,13 @@ def heed_low_disk(
     if not need or settings.disk_low is None:
         return agreed
     store = attempt.store
-    free = storage.free_bytes(store.run_dir)
+    free = _free_bytes(store.run_dir)
     attempt.journal(
         "disk_low", step=step, action=settings.disk_low, need_bytes=need, free_bytes=free
     )
     word = "stops" if settings.disk_low == "stop" else "waits for room"
-    voice.warn(f"the disk has {free:,} bytes left, a save needs {need:,}: the run {word}")
+    left = "can't be looked at" if free is None else f"has {free:,} bytes left"
+    voice.warn(f"the disk {left}, a save needs {need:,}: the run {word}")
     if settings.disk_low == "stop" or agreed.stop_signal or agreed.stop:
         return replace(agreed, stop=1)
     started = time.monotonic()
@@ -71,9 +72,16 @@ def heed_low_disk(
     return replace(now, save=1, redo=agreed.redo, rescue=agreed.rescue)
 
 
+def _free_bytes(run_dir: Path) -> int | None:
+    try:
+        return storage.free_bytes(run_dir)
+    except DistCkptError:
+        return None
+
+
 def _has_room(run_dir: Path, need: int, settings: Settings) -> bool:
     try:
         storage.check_space(run_dir, need, settings.reserve_bytes)
-    except NoSpaceError:
+    except DistCkptError:  # a disk that was unmounted meanwhile has no room either, and may return
         return False
     return True

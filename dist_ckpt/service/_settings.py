@@ -87,6 +87,8 @@ class Settings:
         is_step = type(self.resume) is int and self.resume >= 0
         if not is_step and self.resume not in ("auto", "never"):
             raise _refuse("resume", self.resume, "'auto', 'never' or a step number")
+        for name in ("omitted", "stop_at", "stop_secs", "stop_status"):
+            getattr(self, name)  # the environment's are refused here, not in the middle of a start
 
     def _whole(self, name: str, *, least: int, most: int | None = None) -> None:
         value = getattr(self, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,27 @@ def test_a_run_that_waits_saves_as_soon_as_there_is_room(tmp_path: Path) -> None
     assert (low["step"], low["action"]) == (3, "wait")
     assert low["need_bytes"] > low["free_bytes"]
     assert [event["step"] for event in _events(run, "disk_low_over")] == [3]
+    assert [event["step"] for event in _events(run, "saved")] == [3, 4, 5]
+
+
+def test_a_disk_that_is_lost_while_a_run_waits_for_room_is_waited_for(tmp_path: Path) -> None:
+    """Its state is nowhere else."""
+    run = tmp_path / "run"
+
+    class LostDisk(SmallDisk):
+        strikes = 0
+
+        def statvfs(self, path: Any) -> os.statvfs_result:
+            if self.strikes < 3 and "save_failed" in _journal(run):
+                self.strikes += 1
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().statvfs(path)
+
+    with use_ops(disk := LostDisk(_until_said(run))):
+        _train(run, 5, disk_low="wait")
+    assert disk.strikes == 3
+    (low,) = _events(run, "disk_low")
+    assert low["free_bytes"] is None
     assert [event["step"] for event in _events(run, "saved")] == [3, 4, 5]
 
 
