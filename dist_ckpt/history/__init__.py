@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dist_ckpt.history._branches import Branches, Window, compare_branches
 from dist_ckpt.history._gap import LossGap
-from dist_ckpt.history._history import History, NullHistory
+from dist_ckpt.history._history import History
 from dist_ckpt.history._journal import Journal, NullJournal, parse_journal
 from dist_ckpt.history._json_array import strict_loads
 from dist_ckpt.history._lineage import FORKED, Lineage, trace_lineage
@@ -21,6 +21,7 @@ from dist_ckpt.history._loss_format import (
     parse_loss,
 )
 from dist_ckpt.history._metrics import Metrics, check_metric_names, parse_metrics
+from dist_ckpt.history._null import NullHistory
 from dist_ckpt.history._paths import history_path, run_name
 from dist_ckpt.history._proven import proven_steps
 from dist_ckpt.history._readers import (

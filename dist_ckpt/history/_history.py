@@ -1,6 +1,6 @@
 """The history of a run, its files put together. Layer 4, I/O through ``storage`` only.
 
-Rank 0 has a `History`, all others a `NullHistory` of the same shape.
+Rank 0 has a `History`, all others a `NullHistory` of the same shape (`_null`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dist_ckpt.history._array_file import read_or_none
 from dist_ckpt.history._gap import LossGap, find_gap
-from dist_ckpt.history._journal import Journal, NullJournal
+from dist_ckpt.history._journal import Journal
 from dist_ckpt.history._loss_file import LossFile
 from dist_ckpt.history._loss_format import loss_kind
 from dist_ckpt.history._marks import (
@@ -32,7 +32,7 @@ from dist_ckpt.history._samples import Samples
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["History", "NullHistory"]
+__all__ = ["History"]
 
 
 class History:
@@ -294,54 +294,3 @@ class History:
 
     def _path(self, what: str) -> str:
         return history_path(self._run_dir, self._name, what)
-
-
-class NullHistory:
-    """A history that keeps nothing: what ranks other than 0 have. Any thread."""
-
-    def __init__(self) -> None:
-        self.journal = NullJournal()
-        self.replay: ReplayResult | None = None
-
-    def begin(self, resumed_step: int | None, *, comparable: bool = True) -> None:
-        """Do nothing."""
-
-    def mark(self, step: int) -> dict[str, Any] | None:
-        """Return nothing."""
-
-    def gap(self, step: int, mark: Any) -> LossGap | None:
-        """Return nothing."""
-
-    def explain_by(self, explain: Callable[[], str | None]) -> None:
-        """Do nothing."""
-
-    def record(self, step: int, loss: float | None, metrics: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-    def sample(self, step: int, text: str, loss: float | None) -> None:
-        """Do nothing."""
-
-    def cut(self, step: int) -> None:
-        """Do nothing."""
-
-    def lost_names(self) -> list[str]:
-        """Return nothing."""
-        return []
-
-    def revive(self) -> None:
-        """Do nothing."""
-
-    def sync(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-    def abandon(self) -> None:
-        """Do nothing."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

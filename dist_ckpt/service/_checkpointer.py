@@ -15,6 +15,7 @@ from dist_ckpt.capture import Captured
 from dist_ckpt.errors import UsageError
 from dist_ckpt.generations import Retention
 from dist_ckpt.resume import Resumed
+from dist_ckpt.service._arguments import absolute, names_in_order
 from dist_ckpt.service._opening import Trainer, open_session
 from dist_ckpt.service._policy import KeptPolicy
 from dist_ckpt.service._session import Session
@@ -126,7 +127,7 @@ class Checkpointer:
             config=config,
             config_ignore=config_ignore,
             data_id=data_id,
-            order=_names_in_order(order),
+            order=names_in_order(order),
         )
         generators = dict(generators or {})
         kept = KeptPolicy(policy)
@@ -141,7 +142,7 @@ class Checkpointer:
             generators=generators,
         )
         self._trainer = Trainer(
-            run_dir=_absolute(os.environ.get(RUN_DIR_VARIABLE) or run_dir),
+            run_dir=absolute(os.environ.get(RUN_DIR_VARIABLE) or run_dir),
             captured=captured,
             settings=self._settings,
             optimizers=list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer],
@@ -326,31 +327,3 @@ class Checkpointer:
                 next_step="Use it inside `for step in ckpt.steps(…):`.",
             )
         return self._body
-
-
-def _names_in_order(order: Sequence[str] | torch.nn.Module | None) -> tuple[str, ...] | None:
-    if isinstance(order, torch.nn.Module):
-        return tuple(name for name, _ in order.named_parameters())
-    if order is None:
-        return None
-    names = tuple(order)
-    if isinstance(order, str) or not all(isinstance(name, str) for name in names):
-        raise UsageError(
-            f"order={order!r} is no list of names.",
-            next_step="Give the parameters' names, or the whole model.",
-        )
-    if len(set(names)) < len(names):
-        twice = next(name for place, name in enumerate(names) if name in names[:place])
-        raise UsageError(f"order= names {twice!r} twice.", next_step="Name each parameter once.")
-    return names
-
-
-def _absolute(run_dir: str | os.PathLike[str]) -> Path:
-    """Return the run directory whatever the script makes its working directory later."""
-    path = os.path.abspath(run_dir) if os.fspath(run_dir) else ""
-    if not os.path.basename(path):
-        raise UsageError(
-            f"run_dir={os.fspath(run_dir)!r} has no last component, which is the run's name.",
-            next_step="Give a directory of the run's own, as runs/first.",
-        )
-    return Path(path)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import xxhash
 
@@ -27,12 +27,10 @@ from dist_ckpt.generations import GenerationStore
 from dist_ckpt.layout import Layout
 from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.service._settings import Settings
+from dist_ckpt.service._told import Told, during
 from dist_ckpt.staging import Writable
 
-__all__ = ["Job", "Outcome", "Saves", "Told", "run_job", "told"]
-
-#: What happened on a rank, and what to do about it.
-Told: TypeAlias = tuple[str, str]
+__all__ = ["Job", "Outcome", "Saves", "Where", "run_job"]
 
 #: What reading back costs beside writing (facts.md); only used to tell whether the deadline leaves
 #: time for it.
@@ -202,19 +200,6 @@ def _export_bytes(saves: Saves, job: Job) -> int:
     if exports and (saves.settings.export_copy or not canonical.is_shard):
         return 8 + 12 * canonical.num_params
     return 0
-
-
-def told(error: Exception) -> Told:
-    """Return what went wrong on a rank as all ranks are told: what happened, and what to do."""
-    if isinstance(error, DistCkptError):
-        return error.message, error.next_step
-    return f"{type(error).__name__}: {error}", ""
-
-
-def during(phase: str, error: Exception) -> Told:
-    """Return the same, with the phase in which it happened."""
-    what, hint = told(error)
-    return f"{phase}: {what}", hint
 
 
 def _write(saves: Saves, job: Job, directory: Path) -> bytes:

@@ -17,9 +17,10 @@ from dist_ckpt.capture import Captured
 from dist_ckpt.errors import DistCkptError, MismatchError, SaveFailedError
 from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.service._finish import catch_up, export_verified, finish_generation, retire
-from dist_ckpt.service._job import Job, Saves, Told, during, run_job, told
+from dist_ckpt.service._job import Job, Saves, run_job
 from dist_ckpt.service._plans import Plan, Planner
 from dist_ckpt.service._policy import KeptPolicy
+from dist_ckpt.service._told import Told, during, told
 from dist_ckpt.service._worker import Ticket, Worker
 from dist_ckpt.slices import TensorSpec
 from dist_ckpt.staging import RankValues, Staging, Writable

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import signal
-import time
 from dataclasses import replace
 
 from dist_ckpt import announce
 from dist_ckpt.comm import Comm
-from dist_ckpt.errors import DistCkptError, JobError, LockedError, SaveFailedError
-from dist_ckpt.lifecycle import REQUEST_FILE, read_request
+from dist_ckpt.errors import LockedError
 from dist_ckpt.resume import Resumed
+from dist_ckpt.service._asked import Asked
 from dist_ckpt.service._attempt import Attempt
 from dist_ckpt.service._boundary import PIVOT, Decision, Wishes, decide
 from dist_ckpt.service._deadline import stop_deadline
 from dist_ckpt.service._disk_low import heed_low_disk
 from dist_ckpt.service._keeper import Keeper
+from dist_ckpt.service._last_save import LastSave
 from dist_ckpt.service._losses import Losses
 from dist_ckpt.service._notices import Notices
 from dist_ckpt.service._saver import Saver
@@ -25,10 +25,6 @@ from dist_ckpt.service._witness import Witness
 from dist_ckpt.signals import SignalWatch
 
 __all__ = ["Session"]
-
-#: Between two tries of the last save; each pause is twice the one before.
-_FIRST_PAUSE_SECS = 0.5
-_LONGEST_PAUSE_SECS = 4.0
 
 
 class Session:
@@ -65,17 +61,23 @@ class Session:
         self._lost_a_peer = False
         self._comm = comm
         self._watch = watch
+        self._asked = Asked(watch, attempt, voice, every=settings.every, looks=comm.rank == 0)
         self._attempt = attempt
         self._saver = saver
         self._voice = voice
         self._keeper = keeper
-        self._taken: LockedError | None = None
-        self._usr1_pending = 0
-        self._pivot: str | None = None
-        self._wants_save = False
-        self._wants_stop = False
         self._stop_word = "stop"
         self._rng_is_due = resumed is not None
+        self._last_save = LastSave(
+            comm=comm,
+            saver=saver,
+            losses=losses,
+            store=attempt.store,
+            voice=voice,
+            keeper=keeper,
+            give_up=self._give_up,
+            secs=settings.stop_secs,
+        )
         self.losses = losses
         self.resumed = resumed
         self.step = resumed.step if resumed else 0
@@ -110,7 +112,7 @@ class Session:
         redo = not self._saver.settle()
         agreed = self._agree(f"boundary of step {self.step}", redo=redo, rescue=is_rescue)
         if agreed.taken:
-            raise self._taken or _taken_elsewhere()
+            raise self._asked.taken or _taken_elsewhere()
         agreed = self._heed_disk(agreed)
         decision = decide(
             agreed,
@@ -149,7 +151,7 @@ class Session:
 
     def _give_up(self, error: LockedError) -> None:
         # From here on not a byte may be written: the files are another job's.
-        self._taken = error
+        self._asked.taken = error
         self._attempt.abandon()
 
     def _heed_disk(self, agreed: Wishes) -> Wishes:
@@ -189,49 +191,17 @@ class Session:
         low_bytes: int | None = None,
         gives_up: bool = False,
     ) -> Wishes:
-        watch = self._watch
-        if num_usr1 := watch.take_usr1():
-            self._usr1_pending += num_usr1 - self._notice_pivot()
-        age_ms = 0
-        if watch.stop_time is not None:
-            age_ms = int((time.monotonic() - watch.stop_time) * 1000)
-        mine = Wishes(
-            stop_signal=watch.stop_signal,
-            stop_age_ms=age_ms,
-            usr1=self._usr1_pending,
-            save=int(self._wants_save),
-            stop=int(self._wants_stop or gives_up),
-            redo=int(redo),
-            rescue=int(rescue),
-            taken=int(self._taken is not None),
-            pivot=int(self._pivot is not None),
+        mine = self._asked.wishes(
+            self.step,
             low_bytes=self._saver.low_bytes if low_bytes is None else low_bytes,
-            orphaned=int(watch.stop_signal > 0 and announce.is_orphaned()),
+            redo=redo,
+            rescue=rescue,
+            gives_up=gives_up,
         )
         return Wishes.decode(self._comm.agree(mine.encode(), phase=phase))
 
-    def _notice_pivot(self) -> int:
-        """Return how many of the signals asked for a pivot: 1 where a new request lies there."""
-        if self._comm.rank != 0:
-            return 0
-        try:
-            request = read_request(self._attempt.store.run_dir)
-        except DistCkptError as error:  # nothing that could end training
-            self._voice.warn(f"{REQUEST_FILE} can't be read: {error}")
-            return 0
-        if request is None or request.id == self._pivot:
-            return 0
-        self._pivot = request.id
-        every = self._settings.every
-        boundary = -(-max(self.step, 1) // every) * every
-        self._attempt.journal("pivot_asked", step=self.step, id=request.id, boundary=boundary)
-        self._voice.say(f"a pivot is asked for: at step {boundary}")
-        return 1
-
     def _checkpoint(self, decision: Decision, agreed: Wishes, deadline: float | None) -> None:
-        if decision.answers_usr1:
-            self._usr1_pending = 0
-        self._wants_save = False
+        self._asked.answered(usr1=decision.answers_usr1)
         signals = [reason for reason in decision.reasons if reason.startswith("SIG")]
         if signals:
             self._attempt.journal("signal", step=self.step, signals=signals, count=agreed.usr1)
@@ -258,63 +228,21 @@ class Session:
         self._saver.wait_done(deadline)
         if self._settings.disk_low == "wait" and not agreed.stop_signal:
             self._save_last_again(decision.reasons)
-        if (failure := self._insist(decision.reasons, deadline)) is not None:
+        failure = self._last_save.insist(self.step, decision.reasons, deadline)
+        if failure is not None:
             raise failure
         if self._lost_a_peer:
             self._voice.warn("the launcher of another rank has died: this one goes on without it")
         if self.stopped:
             self._voice.say(f"stopped at step {self.step} by {self.stopped}")
 
-    def _insist(self, reasons: tuple[str, ...], deadline: float | None) -> DistCkptError | None:
-        """Try the last save again while a stop leaves time for it; return why it still fails.
-
-        There may be room again, or the directory. What isn't saved now is lost.
-        """
-        ends = deadline or time.monotonic() + self._stop_secs
-        pause = _FIRST_PAUSE_SECS
-        failure = self._saver.take_failure()
-        while self._agree_on_another(failure, ends - pause):
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECS)
-            self._voice.say(f"step {self.step}: the save is tried again")
-            self._saver.make_room()
-            self.losses.flush()
-            self._saver.save(self.step, reasons, deadline=deadline)
-            self._saver.wait_done(deadline)
-            failure = self._saver.take_failure()
-        return failure
-
-    def _agree_on_another(self, failure: DistCkptError | None, ends: float) -> bool:
-        try:
-            wish = self._is_worth_another(failure, ends)
-            return bool(self._comm.agree([wish], phase="the last save")[0])
-        except JobError as lost:
-            # A rank that was lost in the save is lost here, too; the first error says in which
-            # phase.
-            raise failure or lost from lost
-
-    def _is_worth_another(self, failure: DistCkptError | None, ends: float) -> bool:
-        """Rank 0: return whether the last save isn't there, and may be within the time."""
-        is_undone = isinstance(failure, SaveFailedError) and "cause" in failure.values
-        if self._comm.rank != 0 or not is_undone or time.monotonic() >= ends:
-            return False
-        try:
-            if self._keeper is not None:
-                self._keeper.mend(look=True)
-            return not self._attempt.store.has(self.step)
-        except LockedError as error:
-            self._give_up(error)
-            return False
-        except DistCkptError:
-            return True
-
     def ask_save(self) -> None:
         """Want a checkpoint at this step's boundary."""
-        self._wants_save = True
+        self._asked.save = True
 
     def ask_stop(self) -> None:
         """Want the run to end at this step's boundary."""
-        self._wants_stop = True
+        self._asked.stop = True
 
     def save_now(self) -> None:
         """Have a committed checkpoint of this step; outside a body. Collective.
@@ -364,7 +292,7 @@ class Session:
         failure: BaseException | None = None
         try:
             self.losses.drop_after(self.step)
-            if self._taken is None:
+            if self._asked.taken is None:
                 self.losses.flush()
         except Exception as caught:  # noqa: BLE001 - told below, after the save has come to its end
             failure = caught

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dist_ckpt.storage._append import AppendFile
 from dist_ckpt.storage._arena import Arena
+from dist_ckpt.storage._buffers import Buffers
 from dist_ckpt.storage._digest import FileDigest, digest_bytes
-from dist_ckpt.storage._forward import Buffers, ForwardReader, ForwardWriter
 from dist_ckpt.storage._link import link_or_copy, share_file
 from dist_ckpt.storage._lock import RunLock, lock_holder
 from dist_ckpt.storage._names import (
@@ -38,11 +38,13 @@ from dist_ckpt.storage._ops import (
     use_ops,
 )
 from dist_ckpt.storage._read import Segment, read_segments
+from dist_ckpt.storage._read_ahead import ForwardReader
 from dist_ckpt.storage._shard import write_shard
 from dist_ckpt.storage._small import read_file, replace_durable, write_durable
 from dist_ckpt.storage._space import check_space, free_bytes
 from dist_ckpt.storage._stream import StreamWriter
 from dist_ckpt.storage._verify import map_file, sha256_file, verify_file
+from dist_ckpt.storage._write_behind import ForwardWriter
 
 __all__ = [
     "PAGE_BYTES",

@@ -16,14 +16,14 @@ import dist_ckpt
 from dist_ckpt.errors import SaveFailedError
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.history import read_journal, read_loss
-from dist_ckpt.service import _session
+from dist_ckpt.service import _last_save
 from dist_ckpt.storage import use_ops
 from helpers.faulty_ops import Fault, FaultyOps
 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_session, "_FIRST_PAUSE_SECS", 0.01)
+    monkeypatch.setattr(_last_save, "_FIRST_PAUSE_SECS", 0.01)
 
 
 def _train(run: Path, until: int, **settings: Any) -> dist_ckpt.Checkpointer:

@@ -18,7 +18,7 @@ from dist_ckpt import storage
 from dist_ckpt.errors import LockedError
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.history import read_journal, read_loss
-from dist_ckpt.service import _session, _worker
+from dist_ckpt.service import _last_save, _worker
 from dist_ckpt.storage import RunLock, lock_holder, use_ops
 from helpers.faulty_ops import Fault, FaultyOps
 from helpers.ranks import RankContext, run_ranks
@@ -192,7 +192,7 @@ def test_an_unmounted_disk_is_waited_for_and_said(
 
 def body_of_two(ctx: RankContext, run: str) -> str:
     _worker.IDLE_SECS = 0.02
-    _session._FIRST_PAUSE_SECS = 0.01
+    _last_save._FIRST_PAUSE_SECS = 0.01
     where = Path(run)
 
     def body(ckpt: dist_ckpt.Checkpointer, step: int) -> None:
