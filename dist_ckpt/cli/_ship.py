@@ -10,8 +10,8 @@ import typer
 
 from dist_ckpt.cli._address import AddressArgument, find_generation
 from dist_ckpt.cli._answer import Answer, JsonOption
-from dist_ckpt.cli._life import DryRunOption
 from dist_ckpt.cli._progress import byte_bar
+from dist_ckpt.cli._settings_file import DryRunOption
 from dist_ckpt.cli._text import plain, size
 from dist_ckpt.runs import settings_of
 

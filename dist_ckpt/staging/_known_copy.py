@@ -56,7 +56,7 @@ def _plan_calls(
     pairs = []
     for owned, target in targets:
         item = live[owned.key]
-        source = part_of(item.tensor, item.spec.boxes[0], owned.box)
+        source = part_of(item.tensor, item.spec.boxes, owned.box)
         if not is_plain(source, target):
             return []
         if target.nbytes:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dist_ckpt.errors import StorageError
-from dist_ckpt.service import _session
+from dist_ckpt.service import _last_save
 from helpers import sweeping
 from helpers.faulty_ops import Fault, RecordingOps
 from helpers.reliability import record_fault
@@ -23,7 +23,7 @@ from helpers.training import Options
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_session, "_FIRST_PAUSE_SECS", 0.01)
+    monkeypatch.setattr(_last_save, "_FIRST_PAUSE_SECS", 0.01)
 
 
 @pytest.fixture(scope="module")

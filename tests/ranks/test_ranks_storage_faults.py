@@ -45,9 +45,9 @@ def body_sweep(ctx: RankContext, folder: str, most: int | None, seed: int) -> di
     """Have the storage of one rank fail, then start again without faults; for each plan."""
     import torch.distributed as dist
 
-    from dist_ckpt.service import _session
+    from dist_ckpt.service import _last_save
 
-    _session._FIRST_PAUSE_SECS = 0.01
+    _last_save._FIRST_PAUSE_SECS = 0.01
     root = Path(folder)
     sweeping.make_base(root / "base", **SETTINGS)
     dist.barrier()

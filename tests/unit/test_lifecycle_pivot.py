@@ -192,7 +192,7 @@ def test_a_rewind_that_was_cut_off_ends_before_the_pivot(tmp_path: Path) -> None
     run = tmp_path / "andrea"
     Training().train(run, 25)
     with History(run, "andrea", 1) as history:
-        mark = bookmark_history(history)
+        mark: dict[str, Any] = {**bookmark_history(history)}
         history.journal.append("rewind_started", step=20, home="rewind_to_000020", **mark)
     done = pivot_run(open_run(run), None)
     assert done.pivot.step == 20
