@@ -73,7 +73,8 @@ def _storm(options: Options, ranks: int, num_signals: int) -> None:
     while sent < num_signals:
         with Job(options, ranks=ranks) as job:
             # From the first step on: before the handlers are there, a signal does what it does.
-            job.wait_until(lambda job=job: all(job.step(rank) >= 0 for rank in range(ranks)))
+            for rank in range(ranks):
+                job.wait_for_step(0, rank)
             for _ in range(min(dice.randint(10, 60), num_signals - sent - 1)):
                 time.sleep(dice.choice((0.0, dice.uniform(0.0, 0.02))))
                 sig, rank = dice.choice(HARMLESS), dice.randrange(ranks)
@@ -154,6 +155,10 @@ def test_a_signal_in_a_phase_of_a_save_is_answered_by_a_point_of_the_step_in_fli
     record_fault("Signals", f"{sig.name} in {phase}", 1, "a point of the step in flight")
 
 
+def wait_for_text(job: Job, text: str) -> None:
+    job.wait_until(lambda: text in job.stderr(0))
+
+
 def test_a_signal_ends_a_long_evaluation_that_polls_and_is_answered_behind_it(
     tmp_path: Path,
 ) -> None:
@@ -164,7 +169,7 @@ def test_a_signal_ends_a_long_evaluation_that_polls_and_is_answered_behind_it(
             options, run_dir=f"{options.run_dir}-{sig.name}", out=f"{options.out}-{sig.name}"
         )
         with Job(here, ranks=2) as job:
-            job.wait_until(lambda job=job: "evaluates" in job.stderr(0))
+            wait_for_text(job, "evaluates")
             job.send(sig, 1)
             assert job.wait() == [0, 0], job.stderr()
         assert final(here)["stopped"] == stopped

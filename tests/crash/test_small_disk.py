@@ -101,9 +101,9 @@ def test_a_read_only_file_system_can_be_looked_at_and_not_trained_on(tmp_path: P
         bin_ = tmp_path / "elsewhere.bin"
         assert call("export", run, "-o", bin_).status == 0
         assert bin_.exists()
-        for command in (("rewind", f"{run}@2"), ("pin", run), ("prune", run)):
-            called = call(*command)
-            assert called.status == 2, (command, called.out, called.err)
+        for refused in (("rewind", f"{run}@2"), ("pin", str(run)), ("prune", str(run))):
+            called = call(*refused)
+            assert called.status == 2, (refused, called.out, called.err)
             assert "EROFS" in called.err
         assert snapshot_of(run) == before
         with Job(replace(options, until=8)) as job:

@@ -14,7 +14,7 @@ import pytest
 from dist_ckpt.errors import StorageError
 from dist_ckpt.service import _last_save
 from helpers import sweeping
-from helpers.faulty_ops import Fault, RecordingOps
+from helpers.faulty_ops import Call, Fault, RecordingOps
 from helpers.reliability import record_fault
 from helpers.sweeping import Broken, Result, Site, attempt, copy_run, judge, judge_next
 from helpers.trainers import Job, final, generations
@@ -38,7 +38,7 @@ def unbroken(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Resu
     result = attempt(run, ops)
     assert (result.error, result.leaks) == (None, [])
     ops.calls = [
-        sweeping.Call(call.op, call.path.replace(str(run), "/RUN"), call.args) for call in ops.calls
+        Call(call.op, call.path.replace(str(run), "/RUN"), call.args) for call in ops.calls
     ]
     return result, ops
 

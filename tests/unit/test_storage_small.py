@@ -429,7 +429,7 @@ def test_what_is_durable_is_kept_in_memory_no_longer(tmp_path: Path) -> None:
             file.append(b"x" * 1000)
             assert len(file._unsynced.data) == 1000
             file.sync()
-            assert (file._unsynced.start, file._unsynced.data) == (1000 * (number + 1), b"")
+            assert (file._unsynced.start, bytes(file._unsynced.data)) == (1000 * (number + 1), b"")
         file.truncate(10)
         file.append(b"end")
-        assert (file._unsynced.start, file._unsynced.data) == (10, b"end")
+        assert (file._unsynced.start, bytes(file._unsynced.data)) == (10, b"end")
