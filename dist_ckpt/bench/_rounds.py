@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ from dist_ckpt.bench._plan import Case, Options
 from dist_ckpt.bench._state import TrainingState, build_state
 
 __all__ = ["measure_case"]
+
+_T = TypeVar("_T")
 
 #: One contender's share of a case's time; who needs more makes fewer rounds.
 _SHARE = 0.3
@@ -146,13 +148,10 @@ class _Measuring:
         if number > 1 and _largest(entrant.took) > _SHARE * self._case.secs:
             return
         began = time.monotonic()
-        fault = ""
         try:
             work(entrant, number)
-        except Exception as error:  # noqa: BLE001 - told in the table
-            fault = _first_line(error)
-        if _largest(float(bool(fault))):
-            entrant.error = fault or "it failed on another rank"
+        except _FailedError as error:
+            entrant.error = str(error)
             self._state.rebuild()
         entrant.took += time.monotonic() - began
 
@@ -163,12 +162,10 @@ class _Measuring:
         gc.collect()
         dist.barrier()
         start = time.perf_counter()
-        wait = contender.save(number)
-        blocked = time.perf_counter() - start
+        wait, blocked = _together(lambda: (contender.save(number), time.perf_counter() - start))
         if number == 0:
             state.scramble()
-        wait()
-        dist.barrier()
+        _together(wait)
         if contender.name != DistCkpt.name and dist.get_rank() == 0:
             sync_tree(contender.saved())
         dist.barrier()
@@ -176,11 +173,11 @@ class _Measuring:
         if number:
             entrant.add("blocked", _largest(blocked))
             entrant.add("durable", _largest(durable))
-        for name, secs in contender.settle().items():
+        for name, secs in _together(contender.settle).items():
             if number:
                 entrant.add(name, secs)
         if number == 0:
-            contender.load()
+            _together(contender.load)
             entrant.correct = _compare(expected, state.digests())
             state.rebuild()
         entrant.stored_bytes = sum(p.stat().st_size for p in files_below(contender.saved()))
@@ -192,7 +189,7 @@ class _Measuring:
                 prepare(contender.saved())
             dist.barrier()
             start = time.perf_counter()
-            contender.load()
+            _together(contender.load)
             secs = _largest(time.perf_counter() - start)
             if number:
                 entrant.add(figure, secs)
@@ -200,7 +197,7 @@ class _Measuring:
                 self._state.rebuild()
         if isinstance(contender, DistCkpt):
             start = time.perf_counter()
-            contender.verify()
+            _together(contender.verify)
             if number:
                 entrant.add("verify", _largest(time.perf_counter() - start))
 
@@ -213,6 +210,26 @@ class _Measuring:
 
     def _note(self, name: str, what: str, error: Exception) -> None:
         self._notes.append(f"{name} {what}: {_first_line(error)}")
+
+
+class _FailedError(Exception):
+    """A contender failed on some rank; all ranks know."""
+
+
+def _together(work: Callable[[], _T]) -> _T:
+    """Return what ``work`` returns, once it has on every rank; collective.
+
+    Raises:
+        _FailedError: It failed somewhere; on every rank.
+    """
+    fault, result = "", None
+    try:
+        result = work()
+    except Exception as error:  # noqa: BLE001 - told in the table
+        fault = _first_line(error)
+    if _largest(float(bool(fault))):
+        raise _FailedError(fault or "it failed on another rank")
+    return cast("_T", result)
 
 
 def _compare(expected: dict[str, str], found: dict[str, str]) -> str:

@@ -28,15 +28,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import dist_ckpt
 from dist_ckpt.bench._limits import pinned_copy_secs
 from dist_ckpt.bench._state import build_state
+from dist_ckpt.capture import Captured
 
 QUIET_STEPS = 6
 
@@ -58,6 +60,11 @@ class Work:
         for parameter in self.model.parameters():
             parameter.grad = torch.full_like(parameter, 1e-3)
         self.optimizer.step()
+
+    def step_and_wait(self) -> None:
+        """Make one step to its end."""
+        self.step()
+        torch.cuda.synchronize()
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -92,7 +99,7 @@ def saves(work: Work, run: Path, num_steps: int, *, overlap: bool) -> dict[str, 
             if left is not None and at == 0 and step > every + 1:  # the first makes the arena
                 found["blocked"].append(time.perf_counter() - left)
             work.step()
-            secs = timed(lambda: (work.step(), torch.cuda.synchronize()))
+            secs = timed(work.step_and_wait)
             if step > every + 1:
                 found["step in flight" if at == 0 else "step"].append(secs)
             torch.cuda.synchronize()
@@ -103,14 +110,8 @@ def saves(work: Work, run: Path, num_steps: int, *, overlap: bool) -> dict[str, 
 @contextlib.contextmanager
 def _without_overlap() -> Iterator[None]:
     """Have a model of which nobody can say that only its optimizer changes it."""
-    from dist_ckpt.capture import Captured
-
-    before = Captured.only_steps_change_weights
-    Captured.only_steps_change_weights = lambda _self: False  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Captured, "only_steps_change_weights", lambda _self: False):
         yield
-    finally:
-        Captured.only_steps_change_weights = before  # type: ignore[method-assign]
 
 
 def state_of(work: Work) -> dict[str, Any]:
@@ -129,7 +130,7 @@ def peers(work: Work, folder: Path, repeats: int) -> dict[str, list[float]]:
         futures: list[Any] = []
 
         def dcp_save(path: Path = path, futures: list[Any] = futures) -> None:
-            futures.append(dcp.async_save(state_of(work), checkpoint_id=path, async_stager=stager))
+            futures.append(async_save(state_of(work), checkpoint_id=path, async_stager=stager))
 
         secs = timed(dcp_save)
         futures[0].result()

@@ -162,7 +162,7 @@ def test_what_cannot_be_measured_is_refused_by_name(tmp_path: Path) -> None:
         ({"num_bytes": 12}, "--size"),
     ):
         with pytest.raises(SettingError, match=word):
-            Options(**arguments)  # type: ignore[arg-type]
+            Options(**arguments)
     with pytest.raises(IncompleteError, match="no directory"):
         bench.run_bench(Options(directory=tmp_path / "none"), tell=lambda _: None)
 
