@@ -46,6 +46,9 @@ __all__ = ["LiveObjects"]
 
 PutTensor: TypeAlias = Callable[[str, torch.Tensor], JSON]
 
+#: So many times a kept list may turn out to be stale; then none is kept any more.
+_MOST_MISSES = 3
+
 
 @dataclass(frozen=True)
 class _Listing:
@@ -103,6 +106,8 @@ class LiveObjects:
         }
         self._specs = SpecCache()
         self._listing: _Listing | None = None
+        self._marks: list[tuple[int, int]] | None = None
+        self._misses = 0
         self.notes: list[str] = []
         self._check()
 
@@ -156,33 +161,42 @@ class LiveObjects:
 
         The order is fixed: weights, ``exp_avg``, ``exp_avg_sq`` (each in canonical order), other
         optimizer tensors, persistent buffers. Frozen parameters are weights, too. The very list of
-        the last call is returned where nothing has moved since.
+        the last call is returned where nothing has moved since the last two.
 
         Raises:
             UnsupportedValueError: A tensor that came up since construction and can't be kept.
         """
         objects = observe(self._models, self._optimizers)
         known = self._listing
-        has_moved = (
-            known is None
-            or not known.observed.has_same_objects(objects)
-            or not known.observed.lies_as_before()
-        )
-        if known is None or has_moved:
-            known = self._listing = self._list(objects)
-        return known.tensors
-
-    def _list(self, objects: list[Any]) -> _Listing:
+        if known is not None:
+            if known.observed.has_same_objects(objects) and known.observed.lies_as_before():
+                return known.tensors
+            self._listing = None
+            self._misses += 1
         view = self._view()
         states = self._states(view)
         tensors = list_tensors(view, states, self._specs)
+        self._keep(_Listing(self._observed(objects, view, states), view, states, tensors))
+        return tensors
+
+    def _keep(self, listing: _Listing) -> None:
+        """Keep a listing where its tensors have stayed for once, as far as their addresses tell.
+
+        It holds on to their memory: of an optimizer that makes new moments at each step that would
+        be the old ones, until the next save.
+        """
+        marks = listing.observed.marks()
+        if listing.observed.is_whole and marks == self._marks and self._misses < _MOST_MISSES:
+            self._listing = listing
+        self._marks = marks
+
+    def _observed(self, objects: list[Any], view: ModelView, states: OptimizerStates) -> Observed:
         listed: list[torch.Tensor] = [*view.parameters.values(), *view.buffers.values()]
         has_trees = False
         for state in states.by_param.values():
             listed += state.tensors.values()
             has_trees |= state.tree is not None  # its inside isn't observed
-        observed = Observed([] if has_trees else objects, listed)
-        return _Listing(observed, view, states, tensors)
+        return Observed([] if has_trees else objects, listed)
 
     def _look(self) -> tuple[ModelView, OptimizerStates]:
         """Return what the objects are called now: by the last listing if they are the same ones."""

@@ -72,6 +72,12 @@ class Observed:
         self.is_whole = comparable and all(id(tensor) in found for tensor in listed)
         self._facts = _facts(self._tensors) if self.is_whole else ()
 
+    def marks(self) -> list[tuple[int, int]]:
+        """Return what is likely to be the same later where nothing was replaced; holds nothing."""
+        if not self.is_whole:
+            return []
+        return [(id(tensor), tensor.data_ptr()) for tensor in self._tensors]
+
     def has_same_objects(self, objects: list[Any]) -> bool:
         """Return whether all are the same objects in the same order."""
         return (

@@ -110,7 +110,7 @@ def saves(work: Work, run: Path, num_steps: int, *, overlap: bool) -> dict[str, 
 @contextlib.contextmanager
 def _without_overlap() -> Iterator[None]:
     """Have a model of which nobody can say that only its optimizer changes it."""
-    with mock.patch.object(Captured, "only_steps_change_weights", lambda _self: False):
+    with mock.patch.object(Captured, "only_steps_change_weights", return_value=False):
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -195,3 +196,16 @@ def test_a_type_that_changes_is_looked_at_again() -> None:
     captured.tensors()
     model[0].__class__ = Other
     assert "extra_state.0._extra_state" in captured.rank_values(lambda _path, _t: 0)["values"]
+
+
+def test_memory_of_an_optimizer_that_makes_new_moments_is_not_held() -> None:
+    model, optimizer = make()
+    captured = Captured(model, optimizer)
+    for _ in range(6):
+        for state in optimizer.state.values():
+            state["exp_avg"] = state["exp_avg"].clone()
+        captured.tensors()
+    gone = weakref.ref(optimizer.state[weight_of(model)]["exp_avg"])
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"] + 1
+    assert gone() is None
