@@ -11,6 +11,7 @@ from typing import Any
 
 from dist_ckpt import storage
 from dist_ckpt.generations import GenerationStore
+from dist_ckpt.lifecycle import find_origin
 from dist_ckpt.reshard._prepare import Prepared
 from dist_ckpt.reshard._run import carry_history, carry_policy, check_new, new_run
 from dist_ckpt.reshard._write import machinery, try_loading, write_files
@@ -69,7 +70,8 @@ def reshard(
     began = time.monotonic()
     target = Path(os.path.abspath(out))
     point, store = job.point, job.store
-    check_new(target, store.run_dir if _in_run(job) else job.directory)
+    origin = find_origin(store, point.step)
+    check_new(target, origin.run_dir or job.directory)
     storage.check_space(target.parent, job.num_bytes + len(job.new_index) + (1 << 20))
     with machinery(point.world_size, job.world_size, memory_bytes) as parts:
         with new_run(target) as temporary:
@@ -80,17 +82,12 @@ def reshard(
             new.commit(prepared, new_point, job.new_index)
             try_loading(job, new, new_point, contained, parts=parts, progress=progress)
             new.mark_verified(point.step, "resharded and loaded for trial")
-            source = store.run_dir if _in_run(job) else None
             facts = {**_origin(job), "id": job.id, "world_size": job.world_size}
-            carry_history(source, temporary, target.name, step=point.step, facts=facts)
+            carry_history(origin, temporary, target.name, facts=facts)
+            source = origin.run_dir if origin.home is None else None
             carry_policy(source, temporary, target.name, point)
         chunk_bytes = parts.buffers.chunk_bytes
     return Resharded(target, new_point, chunk_bytes, _notes(job), time.monotonic() - began)
-
-
-def _in_run(job: Prepared) -> bool:
-    """Return whether the generation lies in a run, so that the history around it is its own."""
-    return job.directory.parent.name == job.store.directory.name
 
 
 def _origin(job: Prepared) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from dist_ckpt.errors import LockedError, NotFoundError, StorageError, UsageErro
 from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.history import (
     History,
+    Past,
     RunHistory,
     read_history,
     read_journal,
@@ -24,7 +25,7 @@ from dist_ckpt.history import (
     run_name,
     write_policy,
 )
-from dist_ckpt.lifecycle import last_pivot
+from dist_ckpt.lifecycle import Origin, last_pivot, past_of
 from dist_ckpt.resume_point import ResumePoint
 
 __all__ = ["carry_history", "carry_policy", "check_new", "new_run"]
@@ -103,23 +104,22 @@ def _clean(out: Path) -> None:
         lock.release()
 
 
-def carry_history(
-    source: Path | None, target: Path, name: str, *, step: int, facts: Mapping[str, Any]
-) -> None:
-    """Have the history of a run up to ``step`` in a new run, and how it came there in its journal.
+def carry_history(origin: Origin, target: Path, name: str, *, facts: Mapping[str, Any]) -> None:
+    """Have the history that led to a generation in a new run, and how it came there in its journal.
 
     Args:
-        source: The run directory; None where the generation lies in none.
-        target: The new one.
+        origin: Where the generation lies: in a run, in the archive of one, or in none.
+        target: The new run directory.
         name: The new run's.
-        step: Later entries are left out.
         facts: Of the journal's event ``resharded``.
     """
     with History(target, name, 0) as history:
-        if source is not None:
-            found = read_history(source)
-            _carry(found, history, step)
-        history.journal.append("resharded", step=step, **facts)
+        if origin.run_dir is not None:
+            found = read_history(origin.run_dir)
+            # Of the run as it is now, or, from archive/, as it was before the rewind.
+            past = found if origin.home is None else past_of(origin)
+            _carry(past, found.journal, history, origin.step)
+        history.journal.append("resharded", step=origin.step, **facts)
 
 
 def carry_policy(source: Path | None, target: Path, name: str, point: ResumePoint) -> None:
@@ -129,7 +129,7 @@ def carry_policy(source: Path | None, target: Path, name: str, point: ResumePoin
     point, that is what the next start would have followed, and so does the new run's.
 
     Args:
-        source: The run directory; None where the generation lies in none.
+        source: The run directory; None where the generation lies in none, or in an archive.
         target: The new one, whose history is there.
         name: The new run's.
         point: The resume point that is rewritten.
@@ -161,20 +161,22 @@ def _journal(run_dir: Path) -> list[dict[str, Any]]:
         return []
 
 
-def _carry(found: RunHistory, history: History, step: int) -> None:
+def _carry(
+    past: RunHistory | Past, journal: Sequence[Mapping[str, Any]], history: History, step: int
+) -> None:
     kinds = {
         event.get("step"): event.get("kind")
-        for event in found.journal
+        for event in journal
         if event.get("event") == "loss_not_finite"
     }
-    for at, loss in found.loss:
+    for at, loss in past.loss:
         if at <= step:
             value = _not_finite(kinds.get(at)) if loss is None else loss
             history.record(at, value, {})
-    for line in found.metrics:
+    for line in past.metrics:
         if line["step"] <= step:
             history.metrics.append(line["step"], _metrics(line))
-    for sample in found.samples:
+    for sample in past.samples:
         if sample["step"] <= step:
             history.samples.append(sample["step"], sample.get("text") or "", sample.get("loss"))
 

@@ -98,6 +98,18 @@ def test_a_generation_outside_of_a_run_brings_no_history(tmp_path: Path) -> None
     assert (tmp_path / "new/new.loss.json").read_text(encoding="utf-8").strip() == "[]"
 
 
+def test_a_generation_in_the_archive_brings_the_losses_that_led_to_it(tmp_path: Path) -> None:
+    run = ended_run(tmp_path)
+    losses = call("loss", run, "--json").json["runs"][0]["entries"]
+    assert call("rewind", f"{run}@8").status == 0
+    archived = run / "archive/rewind_to_000008/step_000012"
+    assert call("reshard", archived, "--world-size", "2", "-o", tmp_path / "new").status == 0
+    assert call("loss", tmp_path / "new", "--json").json["runs"][0]["entries"] == losses
+    assert losses[-1][0] == 12
+    inside = call("reshard", archived, "--world-size", "2", "-o", run / "archive/inside")
+    assert (inside.status, "inside the run" in inside.err) == (2, True)
+
+
 def test_the_script_in_launch_is_the_command(tmp_path: Path) -> None:
     run = ended_run(tmp_path)
     words = [run, "--world-size", "2", "-o", tmp_path / "new"]
