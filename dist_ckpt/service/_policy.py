@@ -251,6 +251,13 @@ def _record_by_hand(attempt: Attempt, kept: KeptPolicy, step: int) -> None:
     )
 
 
+def _has_moved(journal: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the run was taken to another step since a save wrote the sidecar."""
+    words = [event.get("event") for event in journal]
+    moves = [word for word in words if word in {"saved", "rewound", "undeleted"}]
+    return bool(moves) and moves[-1] != "saved"
+
+
 def _mend_sidecar(attempt: Attempt, kept: KeptPolicy, step: int, voice: Voice) -> None:
     """``NAME.state.json`` shows what was restored; what differed is kept in archive/, and told."""
     run_dir, name = attempt.store.run_dir, attempt.name
@@ -262,11 +269,15 @@ def _mend_sidecar(attempt: Attempt, kept: KeptPolicy, step: int, voice: Voice) -
         storage.sync_dir(run_dir)
         storage.replace_durable(archive / copy, encode_state(found))
         paths = list(islice(differing_paths(found, kept.saved), _MAX_PATHS))
-        attempt.journal("policy_differs", step=step, paths=paths, kept_as=f"archive/{copy}")
-        voice.warn(
-            f"{name}.state.json isn't the policy of step {step} ({', '.join(paths)}): the resume "
-            f"point's copy counts, the file's is archive/{copy}"
-        )
+        kept_as = f"archive/{copy}"
+        if _has_moved(read_journal(run_dir)):  # nobody's fault: it is of the step before that
+            attempt.journal("policy_followed", step=step, paths=paths, kept_as=kept_as)
+        else:
+            attempt.journal("policy_differs", step=step, paths=paths, kept_as=kept_as)
+            voice.warn(
+                f"{name}.state.json isn't the policy of step {step} ({', '.join(paths)}): the "
+                f"resume point's copy counts, the file's is {kept_as}"
+            )
     state = kept.sidecar()
     if state is not None and found != json.loads(state):
         write_state(run_dir, name, state)

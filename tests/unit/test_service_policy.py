@@ -172,6 +172,20 @@ def test_a_sidecar_that_differs_is_journalled_kept_and_doesnt_count(run: Path) -
     assert _state(run) == state
 
 
+def test_a_sidecar_of_before_a_rewind_is_kept_and_no_fault(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = _state(run)
+    training = Training()
+    with caplog.at_level(logging.WARNING, "dist_ckpt"), training.checkpointer(run, resume=20):
+        assert _pulls(training) == 20
+    assert [record for record in caplog.records if "state.json" in record.message] == []
+    assert _events(run, "policy_differs") == []
+    (event,) = _events(run, "policy_followed")
+    assert json.loads((run / event["kept_as"]).read_text()) == state
+    assert _state(run) == training.bandit.state_dict()
+
+
 def test_a_sidecar_that_isnt_json_is_refused_by_name(run: Path) -> None:
     (run / "andrea.state.json").write_text("{", encoding="utf-8")
     with pytest.raises(CorruptFileError, match=r"andrea\.state\.json"):
