@@ -81,8 +81,8 @@ def compare(
             f"{labels[0]} and {labels[1]} hold no values: there is nothing to compare.",
             next_step="Give two states that hold something.",
         )
-    if expect_infinite:
-        notes.append(f"equal infinities were expected at {', '.join(expect_infinite)}")
+    if places := [pattern for pattern in expect_infinite if pattern != "*"]:
+        notes.append(f"equal infinities were expected at {', '.join(places)}")
     return Comparison(
         a=labels[0],
         b=labels[1],

@@ -16,6 +16,7 @@ def test_a_state_agrees_with_itself_and_the_text_says_how_that_was_judged(tmp_pa
     assert (called.status, called.err) == (0, "")
     assert "agree" in called.out
     assert "absolute tolerance 1e-12, relative 0" in called.out
+    assert "infinities" not in called.out
 
 
 def test_two_steps_differ_and_every_difference_has_its_path(tmp_path: Path) -> None:
