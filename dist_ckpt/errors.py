@@ -8,7 +8,8 @@
     ├── ForeignFileError                     a file or directory that isn't ours
     ├── CorruptFileError                     bytes that aren't what they must be
     │   ├── DigestMismatchError              a digest says that bytes changed
-    │   └── FormatVersionError               written by a version that this one can't read
+    │   ├── FormatVersionError               written by a version that this one can't read
+    │   └── SignatureError                   not signed by a key that is trusted
     ├── NoUsableGenerationError              generations exist, none can be used
     ├── MismatchError                        what was saved doesn't fit the live objects
     ├── IdentityError                        another data set, configuration or structure
@@ -51,6 +52,7 @@ __all__ = [
     "RankTimeoutError",
     "SaveFailedError",
     "SettingError",
+    "SignatureError",
     "StorageError",
     "UnsupportedValueError",
     "UsageError",
@@ -178,6 +180,12 @@ class FormatVersionError(CorruptFileError):
     """The file's format version isn't one that this version of dist_ckpt reads."""
 
     id = "format-version"
+
+
+class SignatureError(CorruptFileError):
+    """A signature is required, and this isn't one by a key that is trusted."""
+
+    id = "signature"
 
 
 class NoUsableGenerationError(DistCkptError):

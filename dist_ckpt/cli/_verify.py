@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -14,10 +15,13 @@ from dist_ckpt.cli._address import find
 from dist_ckpt.cli._answer import Answer, JsonOption
 from dist_ckpt.cli._progress import byte_bar
 from dist_ckpt.cli._text import plain, size
-from dist_ckpt.errors import NotFoundError, SettingError
+from dist_ckpt.errors import NotFoundError, SettingError, SignatureError
+from dist_ckpt.provenance import TrustedKeys, parse_public_key
 from dist_ckpt.runs import Depth, Finding, check_bin, check_run, find_origin, planned_bytes
 
 __all__ = ["COMMANDS"]
+
+_KEY_LIMIT_BYTES = 1 << 16
 
 
 def verify(
@@ -31,6 +35,12 @@ def verify(
         str | None,
         typer.Option(metavar="SHARE", help="Read a random share of each file, 5% say."),
     ] = None,
+    key: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="A public key that must have signed it; may be repeated."
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> Answer:
     """Read every byte and compare every digest; writes nothing.
@@ -39,7 +49,7 @@ def verify(
     be checked.
     """
     depth = Depth(quick=quick, fraction=None if sample is None else _share(sample))
-    findings = _check(address, depth, as_json=as_json)
+    findings = _check(address, depth, _trusted(key), as_json=as_json)
     if not any(finding.is_whole or finding.faults or finding.refused for finding in findings):
         raise NotFoundError(
             f"There is nothing to check in {address}: no generation and no .bin.",
@@ -75,15 +85,36 @@ def _share(text: str) -> float:
     return share
 
 
-def _check(address: str, depth: Depth, *, as_json: bool) -> list[Finding]:
+def _trusted(paths: Sequence[Path] | None) -> TrustedKeys | None:
+    if not paths:
+        return None
+    keys = []
+    for path in paths:
+        pem = storage.read_file(Path(os.path.realpath(path)), limit_bytes=_KEY_LIMIT_BYTES)
+        keys.append(parse_public_key(pem, path=path))
+    return TrustedKeys(keys)
+
+
+def _check(
+    address: str, depth: Depth, trusted: TrustedKeys | None, *, as_json: bool
+) -> list[Finding]:
     path = Path(address)
     if path.name.endswith(".bin") and storage.exists(path) and not storage.is_dir(path):
         with byte_bar("verifying", storage.lstat(path).st_size, quiet=as_json) as progress:
-            return [check_bin(path, depth, origin=find_origin(path), progress=progress)]
+            origin = find_origin(path, trusted)
+            if trusted is not None and origin is None:
+                raise SignatureError(
+                    f"{path} has no signature of its own, and no signed generation beside it "
+                    "vouches for it.",
+                    next_step="Give the run, or check the file's .sha256 by a signature of yours.",
+                    path=address,
+                )
+            return [check_bin(path, depth, origin=origin, progress=progress)]
     if path.name.endswith(".bin") and not storage.exists(path):
         raise NotFoundError(f"There is no {path}.", next_step="Check the path.", path=address)
     found = find(address)
     store = found.run.store
+    store.trusted = trusted
     steps = store.steps() if found.step is None else [found.step]
     with byte_bar("verifying", planned_bytes(store, steps, depth), quiet=as_json) as progress:
         return check_run(found.run, depth, progress=progress, only=found.step)

@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dist_ckpt import storage
@@ -20,6 +20,7 @@ from dist_ckpt.canonical import parse_step_name, step_name
 from dist_ckpt.errors import StorageError
 from dist_ckpt.generations._pins import PINS_NAME, encode_pins
 from dist_ckpt.generations._stored import StoredGenerations
+from dist_ckpt.provenance import SIGNATURE_NAME
 from dist_ckpt.resume_point import (
     INDEX_NAME,
     RESUME_POINT_NAME,
@@ -64,18 +65,29 @@ class GenerationStore(StoredGenerations):
         storage.make_dir(temporary)
         return temporary
 
-    def commit(self, temporary: Path, point: ResumePoint, index: bytes) -> None:
+    def commit(
+        self,
+        temporary: Path,
+        point: ResumePoint,
+        index: bytes,
+        *,
+        sign: Callable[[bytes], bytes] | None = None,
+    ) -> None:
         """Make the prepared directory the generation of ``point.step``; durable when it returns.
 
         The files of all ranks are in place and synced. ``resume_point.json`` is written last, the
-        directory is synced before it gets its name, and the parent after.
+        directory is synced before it gets its name, and the parent after. ``sign`` returns the
+        signature of its bytes, which then lies beside it.
 
         Raises:
             StorageError: This step is committed already, or the system refused. Where only the
                 last sync failed the generation is there, and a power cut may take it away.
         """
         storage.write_durable(temporary / INDEX_NAME, index)
-        storage.write_durable(temporary / RESUME_POINT_NAME, encode_resume_point(point))
+        data = encode_resume_point(point)
+        if sign is not None:
+            storage.write_durable(temporary / SIGNATURE_NAME, sign(data))
+        storage.write_durable(temporary / RESUME_POINT_NAME, data)
         storage.sync_dir(temporary)
         storage.rename_durable(temporary, self.path(point.step))
 

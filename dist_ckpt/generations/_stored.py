@@ -17,6 +17,8 @@ from dist_ckpt.errors import (
     NotFoundError,
 )
 from dist_ckpt.generations._pins import PINS_LIMIT_BYTES, PINS_NAME, Pins, parse_pins
+from dist_ckpt.generations._signed import check_sums, require_signature
+from dist_ckpt.provenance import TrustedKeys
 from dist_ckpt.resume_point import (
     INDEX_NAME,
     RESUME_POINT_NAME,
@@ -40,9 +42,13 @@ class StoredGenerations:
 
     Args:
         run_dir: The run directory; needn't exist for reading to answer "none".
+
+    Attributes:
+        trusted: Who must have signed a resume point; None: anybody may have written it.
     """
 
     def __init__(self, run_dir: Path) -> None:
+        self.trusted: TrustedKeys | None = None
         self.run_dir = run_dir
         self.directory = run_dir / "checkpoints"
         self.archive = run_dir / "archive"
@@ -98,10 +104,13 @@ class StoredGenerations:
 
         Raises:
             NotFoundError: No such generation, or it lacks the file.
+            SignatureError: None of the trusted keys has signed it; not a byte was parsed then.
             CorruptFileError: The file isn't whole, or belongs to another step.
         """
         path = self.path(step) / RESUME_POINT_NAME
         data = self.manifest_bytes(step, from_device=from_device)
+        if self.trusted is not None:
+            require_signature(path.parent, data, self.trusted)
         point = parse_resume_point(data, path=path)
         if point.step != step:
             raise CorruptFileError(
@@ -169,6 +178,19 @@ class StoredGenerations:
                     expected=record["size_bytes"],
                     found=size,
                 )
+
+    def check_sums(self, point: ResumePoint, names: Collection[str] | None = None) -> None:
+        """Return if the index and every file have the SHA-256 that the signed resume point says.
+
+        Args:
+            point: The resume point, whose signature was checked.
+            names: Only these files, and the index; None for all.
+
+        Raises:
+            SignatureError: The resume point says none.
+            DigestMismatchError: A file has another one.
+        """
+        check_sums(self.path(point.step), point, point.files if names is None else names)
 
     def verified_at(self, step: int) -> float | None:
         """Return when this very generation was read back whole, in seconds since the epoch.

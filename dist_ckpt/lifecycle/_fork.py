@@ -37,6 +37,7 @@ from dist_ckpt.history import (
 from dist_ckpt.lifecycle._hold import end_rewind, hold_run
 from dist_ckpt.lifecycle._new_run import check_target, taken, workshop
 from dist_ckpt.lifecycle._rewind import started_rewind
+from dist_ckpt.provenance import SIGNATURE_NAME
 from dist_ckpt.resume_point import (
     INDEX_NAME,
     RESUME_POINT_NAME,
@@ -186,6 +187,8 @@ def _share_generation(origin: Origin, point: ResumePoint, store: GenerationStore
     names = [*point.files, INDEX_NAME, RESUME_POINT_NAME]
     if origin.store.verified_at(point.step) is not None:
         names.append(VERIFIED_NAME)
+    if storage.exists(source / SIGNATURE_NAME):
+        names.append(SIGNATURE_NAME)
     how: Counter[str] = Counter(storage.share_file(source / name, target / name) for name in names)
     storage.sync_dir(target)
     bin_path = _bin_of(origin)

@@ -19,7 +19,7 @@ from dist_ckpt.generations import StoredGenerations, is_bad_bytes
 from dist_ckpt.resume._derive import derive_rng
 from dist_ckpt.resume._read import Reader
 from dist_ckpt.resume._values import Inherited, differing_parts, inherit
-from dist_ckpt.resume_point import ResumePoint
+from dist_ckpt.resume_point import ResumePoint, shard_name, state_name
 
 __all__ = ["Elsewhere", "Restore", "Resumed", "Skipped", "UnusableError"]
 
@@ -112,6 +112,8 @@ class Restore:
     ) -> Resumed:
         comm = self._comm
         point = self._together("open", self._open)
+        if self._store.trusted is not None:
+            self._together("signature", lambda: self._check_sums(point))
         if comm.rank == 0:
             self._together("identity", lambda: admit(point))
         else:
@@ -139,6 +141,12 @@ class Restore:
         point = self._store.manifest(self._step)
         self._store.check_files(point)
         return point
+
+    def _check_sums(self, point: ResumePoint) -> None:
+        # All files before one of them is used; each once, whoever reads it later.
+        mine = range(self._comm.rank, point.world_size, self._comm.world_size)
+        names = [name(rank) for rank in mine for name in (shard_name, state_name)]
+        self._store.check_sums(point, names)
 
     def _inherit(self, reader: Reader, point: ResumePoint, own_rank: int) -> Inherited:
         if point.world_size != self._comm.world_size and self._comm.rank == 0:

@@ -12,9 +12,9 @@ from dist_ckpt.errors import (
     DigestMismatchError,
     DistCkptError,
     ForeignFileError,
+    SignatureError,
 )
 from dist_ckpt.generations import StoredGenerations
-from dist_ckpt.resume import Reader, check_values
 from dist_ckpt.resume_point import RESUME_POINT_NAME, ResumePoint, state_name
 from dist_ckpt.runs._check_bin import Origin, check_bin
 from dist_ckpt.runs._findings import Depth, Finding
@@ -50,7 +50,13 @@ def check_run(
             findings.append(check_bin(path, depth, origin=origin, progress=progress))
     if only is None and not run.is_single:
         orphans = _orphan_bins(store, steps)
-        findings += [check_bin(path, depth, progress=progress) for path in orphans]
+        found = [check_bin(path, depth, progress=progress) for path in orphans]
+        for path, finding in zip(orphans, found, strict=True) if store.trusted is not None else ():
+            finding.add(
+                SignatureError(f"{path} has no generation here whose signature vouches for it."),
+                path,
+            )
+        findings += found
     return findings
 
 
@@ -99,14 +105,28 @@ def check_generation(
         finding.add(error, directory)
     for name, digest in digests.items():
         _check_file(finding, directory / name, digest, depth, progress)
+    if depth.is_whole and finding.is_whole and store.trusted is not None:
+        _check_signed(finding, store, point)
     if depth.is_whole and finding.is_whole:
         _check_values(finding, store, point)
     finding.drop_if_gone(gone=not storage.exists(directory))
     return finding
 
 
+def _check_signed(finding: Finding, store: StoredGenerations, point: ResumePoint) -> None:
+    for name in point.files:
+        try:
+            store.check_sums(point, [name])
+            finding.num_digests += 1
+        except DistCkptError as error:
+            finding.add(error, store.path(point.step) / name)
+
+
 def _check_values(finding: Finding, store: StoredGenerations, point: ResumePoint) -> None:
     """Look for files of another rank or save that the resume point vouches for all the same."""
+    # Here, since it imports torch, which looking does without.
+    from dist_ckpt.resume import Reader, check_values  # noqa: PLC0415
+
     reader = Reader(store, point)
     for rank in range(point.world_size):
         try:

@@ -16,6 +16,7 @@ from dist_ckpt.errors import (
 )
 from dist_ckpt.export import canonical_pieces, read_bin, read_sum
 from dist_ckpt.generations import StoredGenerations
+from dist_ckpt.provenance import TrustedKeys
 from dist_ckpt.resume_point import ResumePoint, shard_name
 from dist_ckpt.runs._findings import Depth, Finding
 
@@ -25,11 +26,18 @@ __all__ = ["Origin", "check_bin", "find_origin"]
 Origin = tuple[StoredGenerations, ResumePoint]
 
 
-def find_origin(path: Path) -> Origin | None:
-    """Return the generation that a .bin in a run directory was made from, None without one."""
+def find_origin(path: Path, trusted: TrustedKeys | None = None) -> Origin | None:
+    """Return the generation that a .bin in a run directory was made from, None without one.
+
+    Where keys are trusted: one that they have signed, all of it.
+    """
     store = StoredGenerations(path.parent)
+    store.trusted = trusted
     try:
-        return store, store.manifest(read_bin(path).step)
+        point = store.manifest(read_bin(path).step)
+        if trusted is not None:
+            store.check_sums(point)
+        return store, point
     except DistCkptError:
         return None
 
@@ -93,7 +101,10 @@ def _require_same(what: str, path: Path, expected: int, found: int) -> None:
 
 
 def _check_bytes(finding: Finding, path: Path, wanted: str | None, origin: Origin | None) -> None:
-    if origin is not None and (origin[1].canonical.refused is not None or _is_shard(path, origin)):
+    is_signed = origin is not None and origin[0].trusted is not None
+    if origin is not None and (
+        origin[1].canonical.refused is not None or (_is_shard(path, origin) and not is_signed)
+    ):
         origin = None  # a shard's own bytes are compared as the shard's
         if wanted is None:
             return

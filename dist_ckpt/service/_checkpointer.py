@@ -23,6 +23,7 @@ from dist_ckpt.service._settings import DiskLow, Export, Reduce, Resume, Setting
 
 __all__ = ["RUN_DIR_VARIABLE", "Checkpointer"]
 
+_Path = str | os.PathLike[str]
 RUN_DIR_VARIABLE = "DIST_CKPT_RUN_DIR"
 
 
@@ -69,6 +70,10 @@ class Checkpointer:
         order: Names of all ranks' parameters in the order of ``step_N.bin``, or the whole model
             that has them in it (on the meta device, say). Pipeline stages need it: without, they
             have no .bin. None: the model's own order.
+        sign_with: File of the private key (Ed25519, PEM) that signs each resume point; rank 0 reads
+            it.
+        require_signature: Resume nothing but what this key, or one of these public keys (files),
+            has signed: True, a file, or several.
 
     Raises:
         UsageError: A setting that can't be meant, or state that can't be kept; with its name.
@@ -107,6 +112,8 @@ class Checkpointer:
         stop_exit_code: int = 0,
         reduce: Reduce = "rank0",
         order: Sequence[str] | torch.nn.Module | None = None,
+        sign_with: _Path | None = None,
+        require_signature: bool | _Path | Sequence[_Path] = False,
     ) -> None:
         self._settings = Settings(
             every=every,
@@ -128,6 +135,8 @@ class Checkpointer:
             config_ignore=config_ignore,
             data_id=data_id,
             order=names_in_order(order),
+            sign_with=sign_with,
+            require_signature=require_signature,
         )
         generators = dict(generators or {})
         kept = KeptPolicy(policy)

@@ -10,11 +10,12 @@ those.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from dist_ckpt.errors import DistCkptError, NoSpaceError, SaveFailedError
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.layout import Layout
 from dist_ckpt.resume_point import ResumePoint
+from dist_ckpt.service._provenance import Provenance
 from dist_ckpt.service._settings import Settings
 from dist_ckpt.service._told import Told, during
 from dist_ckpt.staging import Writable
@@ -88,6 +90,7 @@ class Saves:
     keep_policy: Callable[[bytes], None]
     check_lock: Callable[[], None]
     settings: Settings
+    provenance: Provenance
     say: Callable[[str], None]
     warn: Callable[[str], None]
     #: Set while a stop is short of time: reading back, export and retirement give way.
@@ -210,12 +213,15 @@ def _write(saves: Saves, job: Job, directory: Path) -> bytes:
     try:
         written = job.staged.write(directory, saves.comm.rank)
         storage.sync_dir(directory)
+        files = {name: digest.to_json() for name, digest in written.files.items()}
+        if saves.provenance.is_signed:
+            for name, record in files.items():
+                record["sha256"] = storage.sha256_file(directory / name)
     except Exception as error:  # noqa: BLE001 - told to every rank
         low_bytes = job.staged.num_bytes if isinstance(error, NoSpaceError) else 0
         return json.dumps(
             {"error": during("writing", error), "files": {}, "low_bytes": low_bytes}
         ).encode()
-    files = {name: digest.to_json() for name, digest in written.files.items()}
     return json.dumps({"error": None, "files": files, "content": written.content}).encode()
 
 
@@ -242,7 +248,10 @@ def _commit(
                 # Before the commit: that it's missing beside a generation has a meaning.
                 saves.keep_policy(job.policy)
             saves.check_lock()
-            saves.store.commit(temporary, point, job.index)
+            if saves.provenance.is_signed:
+                sha256 = hashlib.sha256(job.index).hexdigest()
+                point = replace(point, index={**point.index, "sha256": sha256})
+            saves.store.commit(temporary, point, job.index, sign=saves.provenance.sign)
         except Exception as error:  # noqa: BLE001 - told to every rank
             errors["0"] = during("committing", error)
         else:

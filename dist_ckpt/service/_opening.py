@@ -20,6 +20,7 @@ from dist_ckpt.service._keeper import Keeper
 from dist_ckpt.service._losses import Losses
 from dist_ckpt.service._notices import Notices
 from dist_ckpt.service._policy import KeptPolicy
+from dist_ckpt.service._provenance import Provenance, open_provenance
 from dist_ckpt.service._resuming import Start, start_run
 from dist_ckpt.service._saver import Saver, Subject
 from dist_ckpt.service._session import Session
@@ -81,6 +82,8 @@ def _open(trainer: Trainer, comm: Comm, watch: SignalWatch) -> Session:
     voice = Voice(attempt.name, comm.rank)
     attempt.warn = voice.warn
     try:
+        provenance = open_provenance(trainer.settings, comm)
+        attempt.store.trusted = provenance.trusted
         start = start_run(
             attempt,
             comm,
@@ -105,6 +108,7 @@ def _open(trainer: Trainer, comm: Comm, watch: SignalWatch) -> Session:
             voice=voice,
             keeper=keeper,
             notices=notices,
+            provenance=provenance,
         )
         if keeper is not None:
             keeper.newest = lambda: saver.committed_step
@@ -144,6 +148,7 @@ def _build_saver(
     voice: Voice,
     keeper: Keeper | None,
     notices: Notices,
+    provenance: Provenance,
 ) -> Saver:
     saves = Saves(
         comm=comm,
@@ -154,6 +159,7 @@ def _build_saver(
         keep_policy=attempt.keep_policy,
         check_lock=attempt.check_lock,
         settings=trainer.settings,
+        provenance=provenance,
         say=voice.say,
         warn=voice.warn,
         committed=notices.committed,

@@ -28,6 +28,7 @@ __all__ = [
     "SigUsr1",
 ]
 
+_Path = str | os.PathLike[str]
 Export = Literal["always", "signal", "never"]
 SigUsr1 = Literal["now", "boundary"]
 DiskLow = Literal["stop", "wait"]
@@ -37,6 +38,8 @@ Resume = Literal["auto", "never"] | int
 _ACCEPT_VARIABLE = "DIST_CKPT_ACCEPT"
 IMPORT_VARIABLE = "DIST_CKPT_IMPORT"
 DEADLINE_VARIABLE = "DIST_CKPT_DEADLINE_SECS"
+SIGN_VARIABLE = "DIST_CKPT_SIGN_WITH"
+REQUIRE_VARIABLE = "DIST_CKPT_REQUIRE_SIGNATURE"
 OMIT_VARIABLE = "DIST_CKPT_OMIT_RESTORE"
 STATUS_VARIABLE = "DIST_CKPT_STOP_EXIT_CODE"
 STOP_AT_VARIABLE = "DIST_CKPT_STOP_AT"
@@ -69,6 +72,8 @@ class Settings:
     data_id: str | None = None
     omit: Collection[str] = ()
     order: Sequence[str] | None = None
+    sign_with: _Path | None = None
+    require_signature: bool | _Path | Sequence[_Path] = False
 
     def __post_init__(self) -> None:
         """Refuse settings that can't be meant, by name."""
@@ -84,6 +89,7 @@ class Settings:
                 raise _refuse(name, getattr(self, name), f"one of {', '.join(get_args(kind))}")
         if self.disk_low is not None and self.disk_low not in get_args(DiskLow):
             raise _refuse("disk_low", self.disk_low, "None, 'stop' or 'wait'")
+        _ = self.required_keys
         is_step = type(self.resume) is int and self.resume >= 0
         if not is_step and self.resume not in ("auto", "never"):
             raise _refuse("resume", self.resume, "'auto', 'never' or a step number")
@@ -144,6 +150,26 @@ class Settings:
         if not (text.isascii() and text.isdigit() and int(text) <= 255):
             raise _refuse(STATUS_VARIABLE, text, "a whole number from 0 to 255")
         return int(text)
+
+    @property
+    def signing_key(self) -> Path | None:
+        """The file of the private key that signs this run's resume points, None without."""
+        given = os.environ.get(SIGN_VARIABLE) or self.sign_with
+        return None if given is None else Path(given)
+
+    @property
+    def required_keys(self) -> tuple[Path, ...] | None:
+        """Files of the public keys besides the signing one's; None: no signature is required."""
+        text = os.environ.get(REQUIRE_VARIABLE, "")
+        given = self.require_signature
+        if text:
+            given = True if text == "1" else text.split(os.pathsep)
+        if isinstance(given, bool):
+            return () if given else None
+        paths = [given] if isinstance(given, str | os.PathLike) else given
+        if not paths or not all(isinstance(path, str | os.PathLike) for path in paths):
+            raise _refuse("require_signature", given, "True, or files of public keys")
+        return tuple(Path(path) for path in paths)
 
     @property
     def stop_at(self) -> int | None:
