@@ -45,7 +45,10 @@ bench: $(STAMP)  ## dist_ckpt beside the machine's limits and other libraries (a
 docs: $(STAMP)  ## the site, warnings as errors, into site/
 	$(BIN)/mkdocs build --strict
 
+# Searches are guided by coverage where atheris has a wheel for this Python; elsewhere they mutate blindly.
 soak: $(STAMP)  ## the slow tests
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install -qq --disable-pip-version-check \
+	  --only-binary :all: -c constraints.txt '.[fuzz]' || echo "atheris can't be installed: fuzzing without coverage" >&2
 	$(BIN)/python -m pytest -m "slow and not gpu"
 
 clean:  ## remove the environment and what the tools left; runs/ stays

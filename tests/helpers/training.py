@@ -66,6 +66,7 @@ class Options:
         network: Path of a network namespace that the process enters first.
         store: ``HOST:PORT`` of the ranks' rendezvous; torchrun's environment without.
         limit_secs: ``timeout_secs``.
+        sharded: FSDP2 in the place of DDP.
     """
 
     run_dir: str
@@ -91,6 +92,7 @@ class Options:
     network: str | None = None
     store: str | None = None
     limit_secs: float = 20.0
+    sharded: bool = False
 
 
 class DrawingData:
@@ -124,7 +126,11 @@ class Training:
             torch.nn.Linear(width, 1),
         )
         self.wrapped: torch.nn.Module = self.model
-        if world_size > 1:
+        if options.sharded:
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(self.model)
+        elif world_size > 1:
             self.wrapped = torch.nn.parallel.DistributedDataParallel(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=7, gamma=0.9)
@@ -182,14 +188,14 @@ class Training:
         return [*self.model.parameters(), *self.model.buffers(), *state]
 
     def canonical(self) -> bytes:
-        """Return weights and moments as the program holds them, float32, in the model's order."""
+        """Return weights and moments as this rank holds them, float32, in the model's order."""
         parameters = list(self.model.parameters())
         parts = [parameter.detach() for parameter in parameters]
         for name in ("exp_avg", "exp_avg_sq"):
             for parameter in parameters:
                 state = self.optimizer.state.get(parameter, {})
                 parts.append(state.get(name, torch.zeros_like(parameter)))
-        return b"".join(part.numpy().tobytes() for part in parts)
+        return b"".join(_held(part).numpy().tobytes() for part in parts)
 
     def digests(self) -> dict[str, Any]:
         """Return everything that must be bit-equal, the next draws among it."""
@@ -216,7 +222,13 @@ class Training:
 def digest(value: Any) -> str:
     """Return a short digest of a tensor's bytes."""
     tensor = torch.as_tensor(value)
-    return hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()[:16]
+    return hashlib.sha256(_held(tensor).detach().numpy().tobytes()).hexdigest()[:16]
+
+
+def _held(tensor: Any) -> torch.Tensor:
+    """Return what this rank holds of a tensor."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
 
 
 def main(options: Options) -> None:

@@ -189,4 +189,7 @@ def test_a_bin_whose_sum_is_anothers_is_not_imported(harmed: Victim) -> None:
         import_bin(path, SoloComm(), small.captured)
     assert small.values() == before
     assert import_bin(path, SoloComm(), small.captured).step == NEWER
-    assert torch.equal(small.model[0].weight.detach(), torch.tensor(harmed.newer["model/0.weight"]))
+    assert torch.equal(
+        small.captured.parameters()["0.weight"].detach(),
+        torch.tensor(harmed.newer["model/0.weight"]),
+    )
