@@ -22,7 +22,6 @@ from helpers.trainers import (
     final,
     loss_prefix,
     temporary,
-    train,
 )
 from helpers.training import Options
 
@@ -87,6 +86,13 @@ def _kill_once(options: Options, ranks: int, dice: random.Random, *, aimed: bool
         return bool(temporary(options)) or bool(job.strikes(victim))
 
 
+def _train_long(options: Options, ranks: int) -> None:
+    """The training has come to its end, however many steps that are."""
+    with Job(options, ranks=ranks) as job:
+        statuses = job.wait(60.0 + options.until)
+        assert statuses == [0] * ranks, [job.stderr(rank) for rank in range(ranks)]
+
+
 def _kill_many(folder: Path, *, ranks: int, num_kills: int, sharded: bool = False) -> None:
     """A run killed so many times has ended, and so has one that wasn't; they are the same."""
     dice = _dice()
@@ -94,7 +100,7 @@ def _kill_many(folder: Path, *, ranks: int, num_kills: int, sharded: bool = Fals
     unbroken, options = (
         _options(folder / name, until, sharded=sharded) for name in ("unbroken", "killed")
     )
-    train(replace(unbroken, step_secs=0.0), ranks=ranks)
+    _train_long(replace(unbroken, step_secs=0.0), ranks)
     num_in_saves, before = 0, b""
     number = 0
     while number < num_kills or num_in_saves < num_kills // 3:
@@ -105,7 +111,7 @@ def _kill_many(folder: Path, *, ranks: int, num_kills: int, sharded: bool = Fals
         now = loss_prefix(options)
         assert now.startswith(before), "old bytes of the loss file have changed"
         before = now
-    train(replace(options, step_secs=0.0), ranks=ranks)
+    _train_long(replace(options, step_secs=0.0), ranks)
     assert loss_prefix(options).startswith(before)
     events = read_journal(options.run_dir)
     print(f"{num_in_saves} of {number} kills fell into saves")
