@@ -37,6 +37,8 @@ _T = TypeVar("_T")
 _SHARE = 0.3
 #: The saves' share of a case's time; the loads have the rest.
 _SAVES_SHARE = 0.6
+#: So much of a case's time may pass before the slow ones lose even their one round that counts.
+_PATIENCE = 1.5
 
 
 @dataclass
@@ -145,7 +147,8 @@ class _Measuring:
         """Let one contender make its round, unless it failed or has had its time."""
         if entrant.error is not None:
             return
-        if number > 1 and _largest(entrant.took) > _SHARE * self._case.secs:
+        is_slow = _largest(entrant.took) > _SHARE * self._case.secs
+        if is_slow and (number > 1 or self._is_over(_PATIENCE)):
             return
         began = time.monotonic()
         try:

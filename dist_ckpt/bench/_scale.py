@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_ckpt.bench._plan import Case
-from dist_ckpt.layout import decode_specs, encode_specs, plan_layout
+from dist_ckpt.layout import decode_all, decode_specs, encode_specs, plan_layout
 from dist_ckpt.slices import Box, Role, TensorSpec
 from dist_ckpt.snapshot_index import encode_index
 
@@ -63,8 +63,12 @@ def _plan(
     sent = encode_specs(ranks[-1])
     encoding = time.process_time() - began
     began = time.process_time()
-    decode_specs(sent)
-    decoding = time.process_time() - began
+    if ranks[0] is ranks[-1]:
+        decode_all([bytes(bytearray(sent)) for _ in ranks])
+        decoding = time.process_time() - began
+    else:
+        decode_specs(sent)
+        decoding = (time.process_time() - began) * world_size
     began = time.process_time()
     layout = plan_layout(ranks)
     planning = time.process_time() - began
@@ -75,7 +79,7 @@ def _plan(
     return {
         "encode_secs": encoding,
         "gather_bytes": len(sent) * world_size,
-        "decode_secs": decoding * world_size,
+        "decode_secs": decoding,
         "plan_secs": planning,
         "index_secs": indexing,
         "index_bytes": len(index),

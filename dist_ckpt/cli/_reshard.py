@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
 import typer
@@ -10,14 +9,10 @@ import typer
 from dist_ckpt.cli._address import AddressArgument, find_generation
 from dist_ckpt.cli._answer import Answer, JsonOption
 from dist_ckpt.cli._progress import byte_bar
+from dist_ckpt.cli._sizes import parse_size
 from dist_ckpt.cli._text import duration, plain, size
-from dist_ckpt.errors import SettingError
 
 __all__ = ["COMMANDS"]
-
-_SIZE = re.compile(r"([0-9]{1,12})\s*(|[KMGT]i?B|B)")
-_DECIMAL_UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def reshard(
@@ -40,7 +35,7 @@ def reshard(
     No GPU is needed and the source isn't touched. Every byte is compared with its digest, and the
     result is loaded for trial before it gets its name. Status 1: the source is faulty.
     """
-    memory_bytes = _parse_size(memory)
+    memory_bytes = parse_size(memory, "--memory")
     run, generation = find_generation(address)
     from dist_ckpt import reshard as resharding  # noqa: PLC0415 - imports torch; see `cli`
 
@@ -78,18 +73,6 @@ def reshard(
         return "".join(f"{plain(line)}\n" for line in lines)
 
     return Answer(document, tell)
-
-
-def _parse_size(text: str) -> int:
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
-        raise SettingError(
-            f"--memory {text!r} isn't a size.", next_step="Give --memory 256MiB.", found=text
-        )
-    number, unit = found.groups()
-    if unit.endswith("B") and len(unit) == 2:  # decimal: 256MB
-        return int(number) * _DECIMAL_UNITS[unit[0]]
-    return int(number) * _UNITS[unit[:1]]
 
 
 COMMANDS = (reshard,)

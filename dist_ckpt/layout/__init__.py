@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dist_ckpt.layout._plan import STATE_ALIGN, Layout, Owned, RankLayout, plan_layout
 from dist_ckpt.layout._runs import Run, plan_runs
-from dist_ckpt.layout._specs import decode_specs, encode_specs
+from dist_ckpt.layout._specs import decode_all, decode_specs, encode_specs
 
 __all__ = [
     "STATE_ALIGN",
@@ -18,6 +18,7 @@ __all__ = [
     "Owned",
     "RankLayout",
     "Run",
+    "decode_all",
     "decode_specs",
     "encode_specs",
     "plan_layout",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from dist_ckpt.slices import Box, Role, TensorSpec
 
-__all__ = ["decode_specs", "encode_specs"]
+__all__ = ["decode_all", "decode_specs", "encode_specs"]
 
 
 def encode_specs(specs: Sequence[TensorSpec]) -> bytes:
@@ -31,4 +31,16 @@ def decode_specs(data: bytes) -> list[TensorSpec]:
             param=param,
         )
         for key, role, dtype, shape, boxes, param in json.loads(data)
+    ]
+
+
+def decode_all(told: Sequence[bytes]) -> list[list[TensorSpec]]:
+    """Return what each rank has told; ranks that told the same share one list.
+
+    Replicas do: decoding 512 of them one by one takes 20 s of a processor for 5,000 tensors each.
+    """
+    known: dict[bytes, list[TensorSpec]] = {}
+    return [
+        known[data] if data in known else known.setdefault(data, decode_specs(data))
+        for data in told
     ]

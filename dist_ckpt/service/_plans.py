@@ -8,7 +8,7 @@ from typing import Any
 
 from dist_ckpt.capture import Captured, frame_of, merge_frames, with_frame
 from dist_ckpt.comm import Comm
-from dist_ckpt.layout import Layout, decode_specs, encode_specs, plan_layout
+from dist_ckpt.layout import Layout, decode_all, encode_specs, plan_layout
 from dist_ckpt.slices import TensorSpec
 from dist_ckpt.snapshot_index import encode_index, encode_name
 
@@ -116,4 +116,4 @@ class Planner:
         if self._comm.world_size == 1:
             return plan_layout([specs], self._order)
         told = self._comm.gather(encode_specs(specs), phase=phase)
-        return plan_layout([decode_specs(data) for data in told], self._order)
+        return plan_layout(decode_all(told), self._order)

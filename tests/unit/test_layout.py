@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dist_ckpt.errors import MismatchError
 from dist_ckpt.layout import (
     Layout,
+    decode_all,
     decode_specs,
     encode_specs,
     plan_layout,
@@ -163,6 +164,10 @@ def test_ranks_with_different_shapes_are_refused_by_name() -> None:
 def test_specs_survive_the_way_between_ranks() -> None:
     specs = adam_specs(SHAPES)
     assert decode_specs(encode_specs(specs)) == specs
+    told = [encode_specs(specs), encode_specs(specs[:1]), encode_specs(specs)]
+    found = decode_all(told)
+    assert found == [specs, specs[:1], specs]
+    assert found[0] is found[2]
 
 
 @st.composite
