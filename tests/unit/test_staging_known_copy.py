@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_ckpt.layout import plan_layout
@@ -23,6 +23,7 @@ def bytes_of(staged: object) -> tuple[bytes, bytes]:
     return shard, staged.state[: staged.state_bytes].tobytes()
 
 
+@settings(deadline=None, max_examples=40)
 @given(sizes, st.lists(st.tuples(st.integers(0, 40), dtypes), max_size=8))
 def test_bytes_are_the_same_by_either_way_whatever_the_sizes(
     counts: list[int], buffers: list[tuple[int, torch.dtype]]
