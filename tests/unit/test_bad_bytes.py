@@ -190,12 +190,6 @@ def test_a_bin_whose_sum_is_anothers_is_not_imported(harmed: Victim) -> None:
     assert small.values() == before
     assert import_bin(path, SoloComm(), small.captured).step == NEWER
     assert torch.equal(
-<<<<<<< HEAD
         small.captured.parameters()["0.weight"].detach(),
-||||||| parent of c33f936 (Types of tests that came together; README tells of ship and of sampled power cuts)
-    assert torch.equal(small.model[0].weight.detach(), torch.tensor(harmed.newer["model/0.weight"]))
-=======
-        dict(small.model.named_parameters())["0.weight"].detach(),
->>>>>>> c33f936 (Types of tests that came together; README tells of ship and of sampled power cuts)
         torch.tensor(harmed.newer["model/0.weight"]),
     )
