@@ -23,7 +23,7 @@ from dist_ckpt.errors import CorruptFileError, IncompleteError, UsageError
 from dist_ckpt.export import read_bin
 from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.history import read_journal
-from dist_ckpt.runs import Depth, check_bin, find_origin
+from dist_ckpt.runs import Depth, check_bin, find_origin, refuse_export
 
 __all__ = ["COMMANDS"]
 
@@ -75,6 +75,7 @@ def import_(
 
 def _check_file(path: Path, *, quiet: bool) -> tuple[int, int]:
     """Return step and number of parameters of a file that is whole, as far as can be told."""
+    refuse_export(path)
     state = read_bin(path)
     with byte_bar("verifying", storage.file_size(path), quiet=quiet) as progress:
         finding = check_bin(path, Depth(), origin=find_origin(path), progress=progress)

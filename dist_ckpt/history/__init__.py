@@ -9,7 +9,7 @@ from __future__ import annotations
 from dist_ckpt.history._branches import Branches, Window, compare_branches
 from dist_ckpt.history._gap import LossGap
 from dist_ckpt.history._history import History
-from dist_ckpt.history._journal import Journal, NullJournal, parse_journal
+from dist_ckpt.history._journal import Journal, NullJournal, encode_event, parse_journal
 from dist_ckpt.history._json_array import strict_loads
 from dist_ckpt.history._lineage import FORKED, Lineage, trace_lineage
 from dist_ckpt.history._loss_file import LossFile
@@ -80,6 +80,7 @@ __all__ = [
     "canonical_samples",
     "check_metric_names",
     "compare_branches",
+    "encode_event",
     "encode_past",
     "encode_settings",
     "encode_state",

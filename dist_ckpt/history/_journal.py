@@ -15,9 +15,9 @@ from dist_ckpt.history._array_file import read_or_none
 from dist_ckpt.history._lines_file import LinesFile, encode_line, parse_lines, to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-__all__ = ["UNREADABLE", "Journal", "NullJournal", "parse_journal"]
+__all__ = ["UNREADABLE", "Journal", "NullJournal", "encode_event", "parse_journal"]
 
 UNREADABLE: Final = "unreadable"
 _MAX_COUNT: Final = 2**63 - 1
@@ -61,6 +61,21 @@ def _is_count(value: Any) -> bool:
 
 def _is_finite(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= _MAX_COUNT
+
+
+def encode_event(
+    event: str, step: int | None, fields: Mapping[str, Any], *, when: float, attempt: int
+) -> bytes:
+    """Return the line of one event; what JSON can't hold is kept as text.
+
+    Raises:
+        UsageError: A field is called as one that every line has.
+    """
+    if taken := _OWN_KEYS & fields.keys():
+        message = f"A journal line has its own {', '.join(sorted(taken))!r}."
+        raise UsageError(message, next_step="Call the field otherwise.", found=sorted(taken))
+    line = {"time": when, "attempt": attempt, "event": event, "step": step}
+    return encode_line(line | to_json(dict(fields)))
 
 
 class Journal:
@@ -110,11 +125,8 @@ class Journal:
             UsageError: A field is called as one that every line has.
             StorageError: The file system refused.
         """
-        if taken := _OWN_KEYS & fields.keys():
-            message = f"A journal line has its own {', '.join(sorted(taken))!r}."
-            raise UsageError(message, next_step="Call the field otherwise.", found=sorted(taken))
-        line = {"time": time.time(), "attempt": self.attempt, "event": event, "step": step}
-        self._file.append(encode_line(line | to_json(fields)))
+        line = encode_event(event, step, fields, when=time.time(), attempt=self.attempt)
+        self._file.append(line)
         if sync:
             self._file.sync()
 

@@ -15,7 +15,7 @@ from dist_ckpt.runs._listing import Row, list_rows
 from dist_ckpt.runs._liveness import Evidence, Liveness, State, look_alive
 from dist_ckpt.runs._pivot import Pivoted, pivot_run
 from dist_ckpt.runs._pivot_plan import PivotPlan, plan_pivot
-from dist_ckpt.runs._places import holds_format, is_generation
+from dist_ckpt.runs._places import holds_format, is_generation, refuse_export
 from dist_ckpt.runs._run import Run, open_run, settings_of
 from dist_ckpt.runs._status import Status, read_status
 from dist_ckpt.runs._write import FORMATS, Written, write_export
@@ -51,6 +51,7 @@ __all__ = [
     "plan_pivot",
     "planned_bytes",
     "read_status",
+    "refuse_export",
     "settings_of",
     "write_export",
 ]

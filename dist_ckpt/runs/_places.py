@@ -22,6 +22,7 @@ __all__ = [
     "is_run",
     "journal_path",
     "read_run_file",
+    "refuse_export",
     "require_directory",
 ]
 
@@ -80,6 +81,20 @@ def require_directory(path: Path) -> None:
         next_step="Training goes on from a run directory; name that.",
         path=str(path),
     )
+
+
+def refuse_export(path: Path) -> None:
+    """Return unless ``path`` leads to a safetensors file.
+
+    Raises:
+        ForeignFileError: It does; the message says what it is good for.
+    """
+    if path.name.endswith(".safetensors") and storage.exists(path):
+        raise ForeignFileError(
+            f"{path} is {_kind_of_safetensors(path)}, not a .bin.",
+            next_step="Import a step_N.bin, or train on from the run directory.",
+            path=str(path),
+        )
 
 
 def _kind_of_file(path: Path) -> str:

@@ -11,7 +11,7 @@ from dist_ckpt import storage
 from dist_ckpt.canonical import bin_name, bin_size, step_name
 from dist_ckpt.errors import DistCkptError, UsageError
 from dist_ckpt.export import canonical_pieces
-from dist_ckpt.history import encode_past, history_path, read_journal
+from dist_ckpt.history import encode_event, encode_past, history_path, read_journal
 from dist_ckpt.lifecycle import Origin, past_of
 from dist_ckpt.resume_point import INDEX_NAME, RESUME_POINT_NAME, ResumePoint, shard_name
 from dist_ckpt.runs import Generation
@@ -140,17 +140,13 @@ def _arrived(point: ResumePoint, origin: Origin, num_losses: int) -> bytes:
     The run's own journal can't go on there: what it counts of the loss file, and what it says of
     saves whose generations stayed behind, holds in its own directory only.
     """
-    event = {
-        "time": point.time,
-        "attempt": 0,
-        "event": ARRIVED,
-        "step": point.step,
+    facts = {
         "id": point.id,
         "run": point.run,
         "path": str(origin.run_dir),
         "num_losses": num_losses,
     }
-    return _line(event)
+    return encode_event(ARRIVED, point.step, facts, when=point.time, attempt=0)
 
 
 def _settings(point: ResumePoint, run: str) -> list[Content]:

@@ -61,6 +61,10 @@ def parse_place(text: str) -> Place:
     Raises:
         UsageError: It is neither.
     """
+    if "::" in text and "://" in text:
+        raise UsageError(
+            "A chain of protocols (::) isn't a destination.", next_step="Give one URL."
+        )
     found = _URL.fullmatch(text)
     if found is None:
         if not text:
@@ -78,10 +82,6 @@ def parse_place(text: str) -> Place:
     if not shown.strip("/"):
         raise UsageError(
             f"{scheme}:// names no place.", next_step="Give more of the URL: s3://bucket/folder."
-        )
-    if "::" in text:
-        raise UsageError(
-            "A chain of protocols (::) isn't a destination.", next_step="Give one URL."
         )
     user, _, password = userinfo.partition(":")
     secrets = {userinfo, password, unquote(password), query}

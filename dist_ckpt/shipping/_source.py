@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 from dist_ckpt import lifecycle
 from dist_ckpt.errors import DistCkptError, LockedError, StorageError
@@ -14,7 +14,7 @@ from dist_ckpt.lifecycle import Origin
 __all__ = ["SHIPPED", "SourcePin", "journal_shipment"]
 
 #: Event of the run's journal.
-SHIPPED = "shipped"
+SHIPPED: Final = "shipped"
 
 
 class SourcePin:

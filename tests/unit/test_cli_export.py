@@ -77,9 +77,16 @@ def test_weights_for_inference_say_that_they_cannot_be_resumed(tmp_path: Path) -
     assert tensors.keys() == names
     for name, tensor in tensors.items():
         assert torch.equal(tensor, generation.tensor(name))
-    refused = call("status", path)
-    assert refused.status == 2
-    assert "can't be resumed" in refused.err
+    for words in (
+        ("status", path),
+        ("import", path, tmp_path / "new", "--", "python", "train.py"),
+        ("fork", path, tmp_path / "new"),
+        ("ship", path, tmp_path / "new"),
+    ):
+        refused = call(*words)
+        assert refused.status == 2
+        assert "weights for inference; can't be resumed" in refused.err
+    assert not (tmp_path / "new").exists()
 
 
 def test_safetensors_without_further_words_hold_the_optimizer_too(tmp_path: Path) -> None:

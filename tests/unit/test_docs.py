@@ -185,7 +185,8 @@ def journalled_events() -> set[str]:
             if not isinstance(node, ast.Call) or not node.args:
                 continue
             called = ast.unparse(node.func)
-            if called.split(".")[-1] != "journal" and not called.endswith("journal.append"):
+            ways = ("journal.append", "encode_event")
+            if called.split(".")[-1] != "journal" and not called.endswith(ways):
                 continue
             event = node.args[0]
             if isinstance(event, ast.Constant):

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from dist_ckpt.errors import StorageError
 from dist_ckpt.runs import open_run
+from dist_ckpt.shipping import _remote, parse_place
+from dist_ckpt.shipping._items import content_of_bytes, measure
+from dist_ckpt.shipping._remote import RemoteFolder
+from dist_ckpt.shipping._sending import untold
 from helpers.faulty_ops import Fault, faults_environment, read_strikes
 from helpers.run_dirs import Called, call, ended_run, spawn
 from helpers.s3_server import BUCKET, KEY, SECRET, S3Server, s3_server
@@ -158,3 +165,38 @@ def test_credentials_are_in_no_file_and_in_no_message(
         assert KEY not in text
     assert "Could not" in said[3].err
     assert f"s3://{BUCKET}/x" in said[3].err
+
+
+def test_a_large_file_goes_in_parts_and_one_that_is_cut_off_leaves_no_object(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_remote, "_PART_BYTES", 5 << 20)  # the least that S3 takes
+    data = os.urandom(12 << 20)
+
+    def whole() -> Iterator[bytes]:
+        for start in range(0, len(data), 4 << 20):
+            yield data[start : start + (4 << 20)]
+
+    item = measure(replace(content_of_bytes("a/large", data), chunks=whole), untold)
+    folder = RemoteFolder(parse_place(f"s3://{BUCKET}/parts"), "there")
+    assert list(folder.names()) == []
+    folder.write(item, untold)
+    assert server.objects()["parts/there/a/large"] == len(data)
+    etag = server.client().head_object(Bucket=BUCKET, Key="parts/there/a/large")["ETag"]
+    assert etag.endswith('-2"')  # of two parts
+    assert folder.is_right(item, untold, tmp_path / "fetched")
+    assert (tmp_path / "fetched").read_bytes() == data
+    assert list(folder.names()) == ["a"]
+
+    def cut_off() -> Iterator[bytes]:
+        yield data[: 6 << 20]
+        yield data[6 << 20 : 11 << 20]
+        raise StorageError("The source is gone.", next_step="Look for it.")
+
+    broken = replace(item, content=replace(item.content, name="a/broken", chunks=cut_off))
+    with pytest.raises(StorageError, match="source is gone"):
+        folder.write(broken, untold)
+    gc.collect()  # a file object that is let go of must not complete the upload
+    assert folder.size("a/broken") is None
+    assert "parts/there/a/broken" not in server.objects()
+    assert "Uploads" not in server.client().list_multipart_uploads(Bucket=BUCKET)
