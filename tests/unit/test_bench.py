@@ -12,6 +12,7 @@ import pytest
 from dist_ckpt import bench
 from dist_ckpt.bench._plan import Case, Options, decode_order, encode_order
 from dist_ckpt.bench._scale import measure_scale
+from dist_ckpt.cli import main
 from dist_ckpt.cli._sizes import parse_size
 from dist_ckpt.errors import IncompleteError, SettingError
 from helpers.ranks import RankContext, run_ranks
@@ -185,3 +186,15 @@ def test_sizes_are_read_as_people_write_them(text: str, expected: int) -> None:
 def test_a_size_that_is_none_names_its_option() -> None:
     with pytest.raises(SettingError, match="--size '8 apples'"):
         parse_size("8 apples", "--size")
+
+
+def test_the_command_answers_with_one_document_and_refuses_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["bench", "--only", "scale", "--size", "1MiB", "--dir", str(tmp_path)]
+    assert main([*words, "--json", "-o", str(tmp_path / "all.json")]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document == json.loads((tmp_path / "all.json").read_text(encoding="utf-8"))
+    assert document["cases"][0]["rows"]
+    assert main(["bench", "--only", "everything"]) == 2
+    assert "There is no case 'everything'." in capsys.readouterr().err
