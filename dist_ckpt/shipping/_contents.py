@@ -9,10 +9,19 @@ from typing import Any, Final
 
 from dist_ckpt import storage
 from dist_ckpt.canonical import bin_name, bin_size, step_name
-from dist_ckpt.errors import DistCkptError, UsageError
+from dist_ckpt.errors import DistCkptError, NotFoundError, UsageError
 from dist_ckpt.export import canonical_pieces
-from dist_ckpt.history import encode_event, encode_past, history_path, read_journal
-from dist_ckpt.lifecycle import Origin, past_of
+from dist_ckpt.history import (
+    encode_event,
+    encode_past,
+    encode_settings,
+    history_path,
+    read_journal,
+    read_policy,
+    run_name,
+)
+from dist_ckpt.lifecycle import Origin, Pivot, last_pivot, past_of
+from dist_ckpt.provenance import SIGNATURE_NAME
 from dist_ckpt.resume_point import INDEX_NAME, RESUME_POINT_NAME, ResumePoint, shard_name
 from dist_ckpt.runs import Generation
 from dist_ckpt.shipping._items import Bytes, Content, Item, content_of_bytes, file_pieces
@@ -85,13 +94,18 @@ def list_contents(generation: Generation, origin: Origin, run: str, *, with_bin:
     size_bytes = int(point.index["size_bytes"])
     index = storage.read_file(generation.path / INDEX_NAME, limit_bytes=size_bytes)
     files.append(content_of_bytes(f"{home}/{INDEX_NAME}", index, mode=0o400))
+    if storage.exists(generation.path / SIGNATURE_NAME):
+        data = storage.read_file(generation.path / SIGNATURE_NAME, limit_bytes=1 << 16)
+        files.append(content_of_bytes(f"{home}/{SIGNATURE_NAME}", data, mode=0o400))
     past = past_of(origin)
     if origin.run_dir is not None:
-        history = {**encode_past(past), "journal": _arrived(point, origin, len(past.loss))}
+        pivot = _pivot_due(point, origin)
+        journal = _arrived(point, origin, len(past.loss), pivot)
+        history = {**encode_past(past), "journal": journal}
         files += [
             content_of_bytes(history_path("", run, what), data) for what, data in history.items()
         ]
-        files += _settings(point, run)
+        files += _settings(point, origin, run, pivot)
     files += _about(point, origin)
     refused = point.canonical.refused if with_bin else "it was left out on wish"
     is_shard = refused is None and point.canonical.is_shard
@@ -134,7 +148,20 @@ def resume_point_content(generation: Generation) -> Content:
     return content_of_bytes(name, data, mode=0o400)
 
 
-def _arrived(point: ResumePoint, origin: Origin, num_losses: int) -> bytes:
+def _pivot_due(point: ResumePoint, origin: Origin) -> Pivot | None:
+    """Return the pivot that a start of the run from this point would carry out, if any."""
+    if origin.run_dir is None or origin.home is not None:
+        return None
+    if origin.store.steps()[-1] != point.step:
+        return None
+    try:
+        pivot = last_pivot(read_journal(origin.run_dir))
+    except NotFoundError:
+        return None
+    return None if pivot is None or pivot.id == point.notes.get("pivot") else pivot
+
+
+def _arrived(point: ResumePoint, origin: Origin, num_losses: int, pivot: Pivot | None) -> bytes:
     """Return the journal that the copy begins with; the same at each call.
 
     The run's own journal can't go on there: what it counts of the loss file, and what it says of
@@ -146,19 +173,33 @@ def _arrived(point: ResumePoint, origin: Origin, num_losses: int) -> bytes:
         "path": str(origin.run_dir),
         "num_losses": num_losses,
     }
-    return encode_event(ARRIVED, point.step, facts, when=point.time, attempt=0)
+    arrived = encode_event(ARRIVED, point.step, facts, when=point.time, attempt=0)
+    if pivot is None:
+        return arrived
+    told = {
+        "id": pivot.id,
+        "by": "ship",
+        "archive": None,
+        "archived": [],
+        "policy": pivot.policy,
+        "previous": pivot.previous,
+    }
+    return arrived + encode_event("pivot", point.step, told, when=point.time, attempt=0)
 
 
-def _settings(point: ResumePoint, run: str) -> list[Content]:
-    """Return the policy's settings that the point was made under, where it had any.
+def _settings(point: ResumePoint, origin: Origin, run: str, pivot: Pivot | None) -> list[Content]:
+    """Return the policy's settings that training goes on with, where there are any.
+
+    Those that the point was made under, unless the run has pivoted behind it.
 
     What the policy has learned lies in the generation; a resume writes the file of it.
     """
     settings = point.notes.get("policy")
+    if pivot is not None and origin.run_dir is not None:
+        settings = read_policy(origin.run_dir, run_name(origin.run_dir))
     if settings is None:
         return []
-    data = json.dumps(settings, allow_nan=False, indent=1).encode() + b"\n"
-    return [content_of_bytes(history_path("", run, "policy"), data)]
+    return [content_of_bytes(history_path("", run, "policy"), encode_settings(settings))]
 
 
 def _about(point: ResumePoint, origin: Origin) -> list[Content]:

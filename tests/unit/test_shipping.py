@@ -24,10 +24,12 @@ from dist_ckpt.capture import Captured
 from dist_ckpt.errors import NoSpaceError, UsageError
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.history import read_journal, read_loss
+from dist_ckpt.runs import open_run, pivot_run
 from dist_ckpt.shipping import parse_place
 from dist_ckpt.storage import use_ops
 from helpers.faulty_ops import Fault, FaultyOps, faults_environment, read_strikes
 from helpers.generating import adam_part, change_byte, part_of, write_generation
+from helpers.pivoting import Training
 from helpers.run_dirs import call, ended_run, killed_run, options_of, snapshot_of, spawn
 from helpers.trainers import ROOT, final, train
 
@@ -157,6 +159,28 @@ def test_the_bin_of_several_ranks_is_put_together_on_the_way(tmp_path: Path) -> 
     assert torch.equal(torch.from_numpy(state.weights.copy()), weights)
     assert state.weights.size == point.canonical.num_params == 77
     assert call("verify", away / "two-step_000100").status == 0
+
+
+def test_a_signature_goes_along_and_the_policy_goes_on_as_on_the_run_itself(
+    tmp_path: Path,
+) -> None:
+    run, away = tmp_path / "small", tmp_path / "away"
+    before = Training()
+    before.train(run, 20)
+    pivot_run(open_run(run), {"floors": {"docs": 2.0}})
+    before.train(run, 25)
+    (run / "checkpoints/step_000025/resume_point.sig").write_bytes(b"s" * 64)
+    assert call("ship", run, away).status == 0
+    folder = away / "small-step_000025"
+    assert (folder / "checkpoints/step_000025/resume_point.sig").read_bytes() == b"s" * 64
+    with (same := Training()).checkpointer(folder):
+        assert same.bandit.state_dict() == before.bandit.state_dict()
+        assert same.bandit.settings.floors == {"docs": 2.0}
+    pivot_run(open_run(run), {"floors": {"docs": 3.0}})
+    assert call("ship", run, tmp_path / "later").status == 0
+    with (fresh := Training()).checkpointer(tmp_path / "later/small-step_000025"):
+        assert all(arm.pulls == 0 for arm in fresh.bandit.arms.values())
+        assert fresh.bandit.settings.floors == {"docs": 3.0}
 
 
 def test_without_its_bin_on_wish(tmp_path: Path) -> None:
