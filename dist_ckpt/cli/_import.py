@@ -75,6 +75,12 @@ def import_(
 
 def _check_file(path: Path, *, quiet: bool) -> tuple[int, int]:
     """Return step and number of parameters of a file that is whole, as far as can be told."""
+    if storage.is_dir(path):
+        raise UsageError(
+            f"{path} is a directory; an import begins from one file.",
+            next_step="Name a step_N.bin in it; to branch off a run: `dist-ckpt fork RUN@N NEW`.",
+            path=str(path),
+        )
     refuse_export(path)
     state = read_bin(path)
     with byte_bar("verifying", storage.file_size(path), quiet=quiet) as progress:

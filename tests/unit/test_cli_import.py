@@ -100,6 +100,9 @@ def test_what_cant_be_imported_is_said_before_anything_is_started(tmp_path: Path
     other = call("import", _source() / "step_000003.bin", _source(), *never)
     assert other.status == 2
     assert "an import begins a run" in other.err
+    folder = call("import", _source(), tmp_path / "new", *never)
+    assert folder.status == 2
+    assert "Name a step_N.bin in it" in folder.err
     unknown = call("import", _source() / "step_000003.bin", tmp_path / "new", "--", "no-such-one")
     assert unknown.status == 2
     assert "no command no-such-one" in unknown.err
