@@ -118,7 +118,7 @@ def _tell_rewind(run: Run, rewound: Rewound, num_losses: int, *, dry_run: bool) 
     if rewound.set_aside:
         where = f"archive/{rewound.home}" if rewound.home else "archive/"
         steps = _list(rewound.set_aside)
-        lines.append(f"  to {where}: generations {steps}, with their .bin and samples")
+        lines.append(f"  to {where}: generations {steps}, with what .bin and samples there are")
     if rewound.bins:
         lines.append(f"  likewise .bin files without a generation: {_list(rewound.bins)}")
     lines.append(f"  {num_losses} losses don't count any more; their bytes stay")

@@ -76,7 +76,9 @@ def find_archived(store: GenerationStore, what: str) -> list[Archived]:
     if not found:
         raise NotFoundError(
             f"{store.archive} holds no generation {what!r}.",
-            next_step=f"It holds: {', '.join(map(str, there)) or 'none'}.",
+            next_step=f"It holds: {', '.join(map(str, there))}."
+            if there
+            else "It holds none: nothing was set aside, or all is back.",
             path=str(store.archive),
             found=what,
         )

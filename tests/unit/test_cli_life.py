@@ -231,6 +231,8 @@ def test_what_is_brought_back_has_its_losses_again_unless_another_branch_is_ther
         called = call("undelete", run_dir, what)
         assert called.status == 2
         assert word in called.err
+    empty = call("undelete", ended_run(tmp_path, "other"), "8")
+    assert (empty.status, "nothing was set aside" in empty.err) == (2, True)
     # A fork of it is the way out, with the losses that it had.
     archived = run_dir / "archive" / "rewind_to_000004" / "step_000012"
     assert call("fork", archived, tmp_path / "old").status == 0
