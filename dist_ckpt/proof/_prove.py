@@ -57,6 +57,7 @@ class Plan:
                     next_step=f"Give {name} {least} at least.",
                     found=value,
                 )
+        check_cuts(self.cuts, self.until)  # before anything is started; the run may end earlier
         if not self.timeout_secs > 0:
             raise SettingError(
                 f"--timeout {self.timeout_secs} isn't a number of seconds above 0.",

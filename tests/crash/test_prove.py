@@ -167,6 +167,7 @@ def test_a_directory_that_exists_is_never_written_into(tmp_path: Path) -> None:
 def test_cuts_outside_and_parts_that_arent_there_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--cut 6"):
         prove("right", tmp_path / "one", cuts=[6], until=6)
+    assert not (tmp_path / "one").exists()  # known before anything is started
     with pytest.raises(UsageError, match="--leave-out policy") as caught:
         prove("right", tmp_path / "two", leave_out=["policy"], until=2)
     assert "scheduler" in caught.value.next_step
