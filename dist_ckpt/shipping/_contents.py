@@ -176,7 +176,7 @@ def _arrived(point: ResumePoint, origin: Origin, num_losses: int, pivot: Pivot |
     arrived = encode_event(ARRIVED, point.step, facts, when=point.time, attempt=0)
     if pivot is None:
         return arrived
-    told = {
+    told: dict[str, Any] = {
         "id": pivot.id,
         "by": "ship",
         "archive": None,
