@@ -66,7 +66,8 @@ def derived_states(saved: Any, *, step: int, rank: int) -> Any:
     named = saved.get("named", {})
     words = _words(saved, step, rank, 2 + len(named))
     other = mix(words[1], 0)
-    kind = decode_tree(saved["numpy"])["bit_generator"] if "numpy" in saved else "MT19937"
+    numpy = saved.get("numpy")
+    kind = "MT19937" if numpy is None else decode_tree(numpy)["bit_generator"]
     cuda = None
     if saved.get("cuda") is not None:
         cuda = encode_tree(_cuda_state(words[0] >> 1), path="rng/cuda")
