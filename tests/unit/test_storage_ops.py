@@ -30,12 +30,14 @@ ROOT = Path(__file__).parents[2]
 def test_the_public_names_are_these() -> None:
     assert sorted(storage.__all__, key=str.lower) == sorted(
         [
-            *("PAGE_BYTES", "PIECE_BYTES", "AppendFile", "Arena", "FileDigest", "Ops", "RunLock"),
-            *("Segment", "StreamWriter", "check_space", "digest_bytes", "exists", "file_size"),
-            *("free_bytes", "get_ops", "is_dir", "link_or_copy", "list_names", "lock_holder"),
-            *("lstat", "make_dir", "map_file", "read_file", "read_segments", "remove_tree"),
-            *("rename", "rename_durable", "replace_durable", "round_up", "sha256_file"),
-            *("sync_dir", "unlink", "use_ops", "verify_file", "write_durable", "write_shard"),
+            *("PAGE_BYTES", "PIECE_BYTES", "AppendFile", "Arena", "Buffers", "FileDigest"),
+            *("ForwardReader", "ForwardWriter", "Ops", "RunLock", "Segment", "StreamWriter"),
+            *("check_space", "device_of", "digest_bytes", "exists", "file_size", "free_bytes"),
+            *("get_ops", "is_dir", "last_moved", "link_or_copy", "list_names", "lock_holder"),
+            *("longest_name_bytes", "lstat", "make_dir", "map_file", "read_file"),
+            *("read_segments", "remove_tree", "rename", "rename_durable", "replace_durable"),
+            *("round_up", "sha256_file", "share_file", "sync_dir", "unlink", "use_ops"),
+            *("verify_file", "write_durable", "write_shard"),
         ],
         key=str.lower,
     )
