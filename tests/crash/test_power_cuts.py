@@ -85,7 +85,7 @@ def test_a_power_cut_at_any_instant_leaves_the_old_point_or_the_new(
 ) -> None:
     """Cases 1 to 3: names and bytes that weren't synced lost, kept, half or zeros."""
     # How many differ depends on how the two threads took turns: fewer where less was pending.
-    assert _try_all(_live(memory, name), memory, at_most=20) > 300
+    assert _try_all(_live(memory, name), memory, at_most=10) > 200
 
 
 @pytest.mark.slow
@@ -109,14 +109,14 @@ def test_a_power_cut_during_the_recovery_from_a_power_cut_loses_nothing(memory: 
         generator = random.Random(f"{SEED} recovery {number}")
         states += [(state, promise.least) for state in cuts(disk, generator, at_most=2)]
     dice = random.Random(SEED)
-    for state, least in dice.sample(states, 6):
+    for state, least in dice.sample(states, 3):
         folder = memory / f"again{tried}"
         (folder / "root").mkdir(parents=True)
         again = record_recovery(folder / "root", state, life, least)
         total += _try_all(again, folder, at_most=2)
         tried += 1
     print(f"{total} states of {tried} recoveries")
-    assert total > 300
+    assert total > 150
 
 
 # The enumeration itself is tested: it must notice what it is there for --------------------------
