@@ -171,7 +171,10 @@ def test_a_rank_that_never_reports_is_named_within_the_limit_and_the_next_exchan
 def body_struck(ctx: RankContext, victim: int, limit_secs: float) -> dict[str, Any]:
     comm = connect(limit_secs)
     comm.exchange("save 1", b"", join)
+    ctx.reach("past it")
     if ctx.rank == victim:
+        for rank in range(ctx.world_size):
+            ctx.wait_for("past it", rank)  # rank 0 may be the one whose store tells the outcome
         ctx.reach("there")
         time.sleep(30)
     seen: list[dict[str, Any]] = []
