@@ -12,19 +12,20 @@ followed by an answer.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Any, TypeAlias
 
 from dist_ckpt.errors import SettingError
 
-__all__ = ["SignalWatch"]
+__all__ = ["SignalWatch", "terminable"]
 
 Handler: TypeAlias = Callable[[int, FrameType | None], Any] | int | None
 
@@ -169,3 +170,23 @@ def _on_main_thread(what: str) -> bool:
         stacklevel=3,
     )
     return False
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Within the block SIGTERM is a KeyboardInterrupt, so that no child outlives the caller.
+
+    Does nothing outside the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(_signum: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -12,18 +12,17 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 from dist_ckpt import __version__
 from dist_ckpt.bench._plan import Case, Options, encode_order
 from dist_ckpt.errors import IncompleteError
+from dist_ckpt.signals import terminable
 
 __all__ = ["run_bench"]
 
@@ -42,7 +41,7 @@ def run_bench(options: Options, *, tell: Callable[[str], None]) -> dict[str, Any
     free = _free_memory_bytes()
     began = time.time()
     results = []
-    with _terminable(), _folder(options.directory) as folder:
+    with terminable(), _folder(options.directory) as folder:
         machine = _machine(folder, free)
         for case in options.cases(free):
             tell(f"{case.name}: {case.title}")
@@ -139,23 +138,6 @@ def _folder(parent: Path | None) -> Iterator[Path]:
         yield folder
     finally:
         _remove(folder)
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Within the block SIGTERM is a KeyboardInterrupt, so that no rank outlives it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(_signum: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _remove(folder: Path) -> None:

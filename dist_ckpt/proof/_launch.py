@@ -8,17 +8,15 @@ import os
 import re
 import signal
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TypeAlias
 
 from dist_ckpt.errors import IncompleteError
 
-__all__ = ["Launch", "Order", "last_lines", "run_process", "terminable"]
+__all__ = ["Launch", "Order", "last_lines", "run_process"]
 
 _END_SECS = 5.0
 _TAIL_BYTES = 1 << 16
@@ -99,23 +97,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-@contextlib.contextmanager
-def terminable() -> Iterator[None]:
-    """Within the block SIGTERM is a KeyboardInterrupt, so that no scenario outlives the proof."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(_signum: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def last_lines(log: Path) -> list[str]:

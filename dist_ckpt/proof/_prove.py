@@ -14,9 +14,10 @@ from dist_ckpt.proof._causes import describe_first, explain
 from dist_ckpt.proof._command import for_ranks, resolve_command, run_option
 from dist_ckpt.proof._cuts import check_cuts, choose_cuts, kinds_of
 from dist_ckpt.proof._first import First, drawn_from, find_first
-from dist_ckpt.proof._launch import Launch, run_process, terminable
+from dist_ckpt.proof._launch import Launch, run_process
 from dist_ckpt.proof._negative import Control, Verdict, choose_parts, run_control
 from dist_ckpt.proof._scenario import Runner, Scenario
+from dist_ckpt.signals import terminable
 
 __all__ = ["DEFAULT_TIMEOUT_SECS", "DEFAULT_UNTIL", "Plan", "Proof", "run_proof"]
 

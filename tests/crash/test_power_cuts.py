@@ -10,7 +10,6 @@ import os
 import pickle
 import random
 import re
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from helpers.lives import Life, Promise, attempt, ranks, record, record_recovery, rewind, try_cuts
+from helpers.memory import in_memory
 from helpers.power_cuts import Event, cuts
 from helpers.ranks import RankContext, run_ranks
 from helpers.reliability import record_fault
@@ -34,18 +34,11 @@ LIVES: dict[str, Sequence[Chapter]] = {
 SEED = int(os.environ.get("DIST_CKPT_TEST_SEED", "20261130"))
 
 
-MEMORY = Path("/dev/shm")  # noqa: S108 - a private directory is made below
-
-
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[Path]:
     """A directory in memory: thousands of small trees are made there, and inodes aren't reused."""
-    if f" {MEMORY} tmpfs " not in Path("/proc/mounts").read_text():
-        pytest.skip(f"needs a tmpfs at {MEMORY}")
-    folder = MEMORY / f"dist_ckpt-{os.getpid()}-{tmp_path.name}"
-    folder.mkdir(mode=0o700)
-    yield folder
-    shutil.rmtree(folder)
+    with in_memory(tmp_path) as folder:
+        yield folder
 
 
 def body_try(ctx: RankContext, folder: str, at_most: int) -> dict[str, object]:

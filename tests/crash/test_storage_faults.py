@@ -94,7 +94,7 @@ def _sweep_once(
         faults += [f"{kind} at {site}: {text}" for text in wrong]
     print(f"{struck.total()} faults of {len(struck)} kinds struck, {missed} weren't come to")
     assert not faults, "\n".join([f"{len(faults)} faults", *faults[:40]])
-    assert missed <= len(plans) // 5
+    assert missed <= len(plans) // 20
     for what, times in sorted(struck.items()):
         record_fault("Storage", f"{what}, once, at each call in turn", times, "training goes on")
 
