@@ -6,7 +6,7 @@ its directory isn't its own. Going back makes branches, and each generation has 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -21,13 +21,23 @@ class Lineage:
 
     Attributes:
         parents: Id → the id that training went on from when it was saved; None for none known.
+        nonces: Of the attempts that were made in the run's directory.
     """
 
     parents: Mapping[str, str | None] = field(default_factory=dict)
+    nonces: Collection[str] = ()
 
     def owns(self, id_: str) -> bool:
         """Return whether the run saved this resume point, resumed from it or was forked from it."""
         return id_ in self.parents
+
+    def has_attempt(self, nonce: object) -> bool:
+        """Return whether an attempt of this very run has that nonce.
+
+        Also of a save whose own line the journal lacks: the disk refused it, or the save failed
+        when its generation had its name already.
+        """
+        return nonce in self.nonces
 
     def is_past_of(self, older: str, newer: str) -> bool:
         """Return whether the training that saved ``newer`` had gone through ``older``.
@@ -52,6 +62,7 @@ def trace_lineage(journal: Iterable[Mapping[str, Any]]) -> Lineage:
         journal: The events in their order.
     """
     parents: dict[str, str | None] = {}
+    nonces: set[str] = set()
     current: str | None = None
     for event in journal:
         kind, id_ = event.get("event"), event.get("id")
@@ -62,4 +73,6 @@ def trace_lineage(journal: Iterable[Mapping[str, Any]]) -> Lineage:
             current = id_
         elif kind == "fresh_start":
             current = None
-    return Lineage(parents)
+        elif kind == "attempt_started" and isinstance(event.get("nonce"), str):
+            nonces.add(event["nonce"])
+    return Lineage(parents, frozenset(nonces))

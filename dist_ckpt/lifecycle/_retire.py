@@ -1,7 +1,9 @@
 """What retention keeps of a run and why; retiring the rest. Layer 5, I/O; the lock is held.
 
 Only the run's own line counts and goes: a generation that is of another run, or of another branch,
-would make a newer one of this run look old. What isn't known to be its own is left alone.
+would make a newer one of this run look old. What isn't known to be its own is left alone. The
+journal knows what it was told; for a save whose line it lacks, the manifest names the attempt, but
+such a generation never stands for the newest: it goes only once a later one is known.
 """
 
 from __future__ import annotations
@@ -52,15 +54,12 @@ class Verdict:
         return asdict(self)
 
 
-def judge(
-    store: StoredGenerations, retention: Retention, *, newest: int | None = None
-) -> list[Verdict]:
+def judge(store: StoredGenerations, retention: Retention) -> list[Verdict]:
     """Return a verdict on each generation of a run, ascending; writes nothing.
 
     Args:
         store: The run's generations.
         retention: The settings.
-        newest: The step that the run is at, where that is known: later ones can't be its own.
 
     Raises:
         CorruptFileError: ``pins.json`` can't be understood.
@@ -68,7 +67,7 @@ def judge(
     points = {step: _read(store, step) for step in store.steps()}
     steps = list(points)
     pins = store.pins()
-    kinds = _kinds(store, points, newest)
+    kinds = _kinds(store, points)
     counted = [step for step in steps if step not in kinds]
     kept = plan_retention(counted, pinned=pins, retention=retention)
     bins_gone = plan_bins(kept, retention=retention)
@@ -116,19 +115,18 @@ def retire(
     return gone, bins
 
 
-def _kinds(
-    store: StoredGenerations, points: Mapping[int, ResumePoint | None], newest: int | None
-) -> dict[int, Reason]:
+def _kinds(store: StoredGenerations, points: Mapping[int, ResumePoint | None]) -> dict[int, Reason]:
     """Return step → why it doesn't count; a step that isn't there does."""
     lineage, name = _lineage(store)
     kinds: dict[int, Reason] = {}
-    for step, point in points.items():
+    is_superseded = False  # by a later one that is surely the run's own
+    for step, point in sorted(points.items(), reverse=True):
         if point is None or store.verified_at(step) is None:
             kinds[step] = "unverified"
-            continue
         # A journal that was lost tells nothing; the manifest still names the run.
-        is_own = lineage.owns(point.id) or (not lineage.parents and point.run == name)
-        if not is_own or (newest is not None and step > newest):
+        elif lineage.owns(point.id) or (not lineage.parents and point.run == name):
+            is_superseded = True
+        elif not (is_superseded and lineage.has_attempt(point.notes.get("nonce"))):
             kinds[step] = "other_line"
     return kinds
 

@@ -197,7 +197,7 @@ def _with_manifests(lineage: Lineage, points: Sequence[ResumePoint] | Any) -> Li
     for point in points:
         if parents.get(point.id) is None and point.parent is not None:
             parents[point.id] = str(point.parent["id"])
-    return Lineage(parents)
+    return Lineage(parents, lineage.nonces)
 
 
 def _ids(store: StoredGenerations) -> dict[int, str | None]:

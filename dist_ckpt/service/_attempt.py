@@ -211,6 +211,7 @@ def _start(
         host=holder["host"],
         world_size=comm.world_size,
         launch_id=holder["launch_id"],
+        nonce=facts["nonce"],
         scheduler=_scheduler(),
     )
     if removed:

@@ -231,8 +231,14 @@ class Saver:
 
         self._worker.submit(work)
 
-    def close(self) -> None:
-        """End the thread and give the arena back; waits for the work in flight, within limits."""
+    def close(self, *, hurry: bool = False) -> None:
+        """End the thread and give the arena back; waits for the work in flight, within limits.
+
+        Args:
+            hurry: Reading back, export and retirement are left for the next start.
+        """
+        if hurry:
+            self._saves.hurry.set()
         self._staging.finish()
         self._worker.close()
         self._staging.close()
@@ -252,8 +258,12 @@ class Saver:
             if plan is None:
                 raise RuntimeError("a job without a plan comes to no resume point")
             parent_content = parent.get("content") if parent else None
-            more = {"history": history, "parallelism": plan.parallelism}
-            more |= self._subject.policy.notes()
+            more = {
+                "history": history,
+                "parallelism": plan.parallelism,
+                "nonce": self._subject.nonce,
+                **self._subject.policy.notes(),
+            }
             return ResumePoint(
                 run=self._subject.run,
                 step=step,

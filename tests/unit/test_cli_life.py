@@ -19,7 +19,14 @@ from dist_ckpt.lifecycle import hold_open
 from dist_ckpt.storage import use_ops
 from helpers.faulty_ops import Fault, FaultyOps
 from helpers.generating import change_byte
-from helpers.run_dirs import call, ended_run, killed_run, options_of, snapshot_of
+from helpers.run_dirs import (
+    call,
+    ended_run,
+    killed_run,
+    options_of,
+    snapshot_of,
+    write_manifest,
+)
 from helpers.trainers import train
 
 
@@ -327,6 +334,57 @@ def test_a_pin_beside_a_live_run_holds_at_once_and_a_stale_higher_step_counts_fo
     assert list(run.glob("*.bin")) == []
     rows = call("prune", run, "-n", "--json").json["generations"]
     assert [row["reason"] for row in rows] == ["pinned", "keep_last", "other_line"]
+
+
+def lose_lines(run_dir: Path, *steps: int, nonce: bool = False) -> None:
+    """Take the ``saved`` lines of steps out of the journal, and with ``nonce`` every attempt's."""
+    path = run_dir / f"{run_dir.name}.journal.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    kept = [line for line in lines if line["event"] != "saved" or line["step"] not in steps]
+    assert len(kept) == len(lines) - len(steps)
+    if nonce:
+        assert [line.pop("nonce") for line in kept if line["event"] == "attempt_started"]
+    path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+
+
+def reasons(run_dir: Path) -> dict[int, str]:
+    rows = call("prune", run_dir, "-n", "--json", "--keep-last", "1").json["generations"]
+    return {row["step"]: row["reason"] for row in rows}
+
+
+def test_a_save_whose_line_the_journal_lacks_is_known_by_its_attempt_once_a_later_one_is_known(
+    tmp_path: Path,
+) -> None:
+    run_dir = ended_run(tmp_path)
+    lose_lines(run_dir, 8)
+    assert reasons(run_dir) == {4: "old", 8: "old", 12: "keep_last"}
+    lose_lines(run_dir, 12)  # nothing says that this one is the run's newest
+    assert reasons(run_dir) == {4: "keep_last", 8: "other_line", 12: "other_line"}
+
+
+def test_a_save_that_neither_a_line_nor_an_attempt_of_the_journal_tells_of_is_left_alone(
+    tmp_path: Path,
+) -> None:
+    run_dir = ended_run(tmp_path)
+    lose_lines(run_dir, 8, nonce=True)
+    assert reasons(run_dir) == {4: "old", 8: "other_line", 12: "keep_last"}
+    other = ended_run(tmp_path, "other")
+    lose_lines(other, 8)
+    point = GenerationStore(other).manifest(8)
+    write_manifest(
+        other / "checkpoints/step_000008", point, notes={**point.notes, "nonce": "another's"}
+    )
+    assert reasons(other) == {4: "old", 8: "other_line", 12: "keep_last"}
+
+
+def test_a_generation_of_the_parent_run_that_was_copied_into_a_fork_is_left_alone(
+    tmp_path: Path,
+) -> None:
+    parent, branch = ended_run(tmp_path), tmp_path / "branch"
+    assert call("fork", f"{parent}@8", branch).status == 0
+    train(options_of(branch, until=12))
+    shutil.copytree(parent / "checkpoints/step_000004", branch / "checkpoints/step_000004")
+    assert reasons(branch) == {4: "other_line", 8: "old", 12: "keep_last"}
 
 
 def test_a_generation_that_is_pinned_while_it_is_being_retired_stays(tmp_path: Path) -> None:
