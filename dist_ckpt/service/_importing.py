@@ -35,19 +35,15 @@ def save_import(saver: Saver, attempt: Attempt, imported: Imported) -> Resumed:
     Raises:
         SaveFailedError: It could not be saved; the run has no generation then.
     """
-    try:
-        saver.save(imported.step, ("import",))
-        committed = saver.wait_committed()
-        if (failure := saver.take_failure()) is not None:
-            raise failure
-        if committed != imported.step:
-            raise SaveFailedError(
-                f"The import of step {imported.step} was not saved.",
-                next_step="Rank 0 says why.",
-                step=imported.step,
-            )
-        point = attempt.store.manifest(imported.step)
-    except BaseException:
-        saver.close()
-        raise
+    saver.save(imported.step, ("import",))
+    committed = saver.wait_committed()
+    if (failure := saver.take_failure()) is not None:
+        raise failure
+    if committed != imported.step:
+        raise SaveFailedError(
+            f"The import of step {imported.step} was not saved.",
+            next_step="Rank 0 says why.",
+            step=imported.step,
+        )
+    point = attempt.store.manifest(imported.step)
     return Resumed(imported.step, point, notes=imported.notes, imported=imported.path)

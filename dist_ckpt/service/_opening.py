@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from dist_ckpt import announce
 from dist_ckpt.capture import Captured
 from dist_ckpt.comm import Comm, connect
+from dist_ckpt.errors import DistCkptError
 from dist_ckpt.service._attempt import Attempt, open_attempt
 from dist_ckpt.service._deadline import warn_of_tight_deadline
 from dist_ckpt.service._importing import save_import
@@ -81,7 +83,7 @@ def _open(trainer: Trainer, comm: Comm, watch: SignalWatch) -> Session:
     attempt = open_attempt(trainer.run_dir, comm, settings={"retention": retention})
     voice = Voice(attempt.name, comm.rank)
     attempt.warn = voice.warn
-    try:
+    with _undone_by_errors(attempt) as undo:
         provenance = open_provenance(trainer.settings, comm)
         attempt.store.trusted = provenance.trusted
         start = start_run(
@@ -110,18 +112,20 @@ def _open(trainer: Trainer, comm: Comm, watch: SignalWatch) -> Session:
             notices=notices,
             provenance=provenance,
         )
+        undo.callback(_give_up, saver)
         if keeper is not None:
             keeper.newest = lambda: saver.committed_step
+        saver.predict()
         resumed = start.resumed
+        if resumed is not None:
+            saver.tidy_start(resumed.step, unverified=start.unverified)
         if start.imported is not None:
             resumed = save_import(saver, attempt, start.imported)
         witness = call_witness(trainer, comm, resumed)
+        if witness is not None:
+            undo.callback(witness.close)
         if comm.rank == 0:
             warn_of_tight_deadline(attempt, trainer.settings.stop_secs, voice.warn)
-    except BaseException as error:
-        attempt.journal("attempt_failed", error=str(error))
-        attempt.close()
-        raise
     notices.ready(resumed.step if resumed else None)
     return Session(
         settings=trainer.settings,
@@ -136,6 +140,27 @@ def _open(trainer: Trainer, comm: Comm, watch: SignalWatch) -> Session:
         witness=witness,
         notices=notices,
     )
+
+
+@contextlib.contextmanager
+def _undone_by_errors(attempt: Attempt) -> Iterator[contextlib.ExitStack]:
+    """Give what to undo should the opening fail; then the attempt has failed, and is closed."""
+    with contextlib.ExitStack() as undo:
+        undo.callback(attempt.close)
+        with contextlib.ExitStack() as parts:
+            try:
+                yield parts
+            except BaseException as error:
+                parts.callback(attempt.journal, "attempt_failed", error=str(error))
+                raise
+            parts.pop_all()
+        undo.pop_all()
+
+
+def _give_up(saver: Saver) -> None:
+    """End the thread; what it has not begun is left for the next start."""
+    with contextlib.suppress(DistCkptError):  # the first error is the one to tell
+        saver.close(hurry=True)
 
 
 def _build_saver(
@@ -169,7 +194,7 @@ def _build_saver(
     if on_device and trainer.captured.only_steps_change_weights():
         overlap = Overlap(trainer.optimizers, CudaStreams())
     subject = Subject(attempt.name, attempt.number, attempt.nonce, start.identity, trainer.policy)
-    saver = Saver(
+    return Saver(
         saves,
         Staging(overlap, warn=voice.warn),
         trainer.captured,
@@ -177,11 +202,3 @@ def _build_saver(
         start.parent,
         idle=keeper.look if keeper is not None else None,
     )
-    try:
-        saver.predict()
-        if start.resumed is not None:
-            saver.tidy_start(start.resumed.step, unverified=start.unverified)
-    except BaseException:
-        saver.close()
-        raise
-    return saver

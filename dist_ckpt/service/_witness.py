@@ -43,12 +43,16 @@ def call_witness(trainer: Trainer, comm: Comm, resumed: Resumed | None) -> Witne
     if directory is None:
         return None
     witness = Witness(witness_file(directory, comm.rank), trainer)
-    witness.open(
-        rank=comm.rank,
-        world_size=comm.world_size,
-        step=resumed.step if resumed else 0,
-        omitted=sorted(trainer.settings.omitted),
-    )
+    try:
+        witness.open(
+            rank=comm.rank,
+            world_size=comm.world_size,
+            step=resumed.step if resumed else 0,
+            omitted=sorted(trainer.settings.omitted),
+        )
+    except BaseException:
+        witness.close()
+        raise
     return witness
 
 

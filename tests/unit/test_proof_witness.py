@@ -12,9 +12,12 @@ import torch
 from torch import nn
 
 import dist_ckpt
-from dist_ckpt.errors import SettingError
+from dist_ckpt.errors import SettingError, StorageError
+from dist_ckpt.history import read_journal
 from dist_ckpt.service import STOP_AT_VARIABLE, WITNESS_VARIABLE
 from dist_ckpt.service._strays import find_strays
+from helpers import sweeping
+from helpers.faulty_ops import Fault, FaultyOps
 from helpers.proving import SCRIPTS
 
 
@@ -79,6 +82,24 @@ def test_a_witness_tells_each_step_and_changes_nothing(
     assert (seen["end"][0]["step"], seen["end"][0]["stopped"]) == (6, None)
     assert "model/0.weight" in seen["end"][0]["tensors"]
     assert "optimizer/0.weight/exp_avg" in seen["end"][0]["tensors"]
+
+
+@pytest.mark.parametrize("op", ["open", "pwrite"])
+def test_a_start_that_fails_once_all_is_restored_leaves_no_thread_no_file_and_no_lock(
+    op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = sweeping.make_base(tmp_path)
+    (tmp_path / "seen").mkdir()
+    monkeypatch.setenv(WITNESS_VARIABLE, str(tmp_path / "seen"))
+    ops = FaultyOps(Fault(op, "rank_00000.jsonl", error="ENOSPC"))
+    failed = sweeping.attempt(run, ops)
+    assert ops.struck == 1
+    assert isinstance(failed.error, StorageError)
+    assert failed.leaks == []
+    words = [event["event"] for event in read_journal(run) if event["attempt"] == 2]
+    assert "resumed" in words
+    assert "attempt_failed" in words
+    assert sweeping.attempt(run).error is None  # nobody holds the lock
 
 
 def test_a_run_ends_at_the_step_of_the_environment_with_a_checkpoint(
