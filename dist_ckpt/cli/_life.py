@@ -21,6 +21,8 @@ from dist_ckpt.runs import Run
 
 __all__ = ["COMMANDS", "run_dir_of"]
 
+_FOLLOWS = "  its policy starts fresh, with the settings of the pivot that no save has followed yet"
+
 
 def fork(
     address: AddressArgument,
@@ -42,9 +44,17 @@ def fork(
     origin = lifecycle.find_origin(generation.store, generation.step)
     if dry_run:
         lifecycle.check_fork(origin, Path(new))
-        document = {"from": str(generation.path), "step": generation.step, "path": new}
-        text = f"would fork step {generation.step} of {generation.path} to {new}\n"
-        return Answer({**document, "dry_run": True}, lambda: plain(text[:-1]) + "\n")
+        due = lifecycle.pivot_due(origin, generation.manifest) if settings is None else None
+        document = {
+            "from": str(generation.path),
+            "step": generation.step,
+            "path": new,
+            "pivot": None if due is None else due.id,
+            "dry_run": True,
+        }
+        head = f"would fork step {generation.step} of {generation.path} to {new}"
+        lines = [head] if due is None else [head, _FOLLOWS]
+        return Answer(document, lambda: "".join(f"{plain(line)}\n" for line in lines))
     num_bytes = 0 if generation.verified_at is not None else generation.manifest.num_bytes
     with byte_bar("verifying", num_bytes, quiet=as_json) as progress:
         forked = lifecycle.fork(origin, Path(new), policy=settings, progress=progress)
@@ -55,6 +65,7 @@ def fork(
         "id": forked.id,
         "files": dict(forked.how),
         "num_losses": forked.num_losses,
+        "pivot": forked.pivot,
         "was_there": forked.was_there,
         "dry_run": False,
     }
@@ -68,6 +79,7 @@ def _tell_fork(forked: Forked) -> str:
     lines = [
         f"{forked.path} {what}: it goes on from step {forked.step}",
         f"  {forked.num_losses} losses carried over; files: {files}",
+        *([_FOLLOWS] if forked.pivot is not None else []),
     ]
     return "".join(f"{plain(line)}\n" for line in lines)
 

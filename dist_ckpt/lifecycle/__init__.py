@@ -6,8 +6,9 @@ no torch.
 
 from __future__ import annotations
 
-from dist_ckpt.lifecycle._fork import Forked, Origin, check_fork, find_origin, fork, past_of
+from dist_ckpt.lifecycle._fork import Forked, check_fork, fork
 from dist_ckpt.lifecycle._hold import hold_open, hold_run, last_attempt
+from dist_ckpt.lifecycle._origin import Origin, find_origin, past_of, pivot_due
 from dist_ckpt.lifecycle._pivot import (
     Pivot,
     carry_out_pivot,
@@ -51,6 +52,7 @@ __all__ = [
     "list_archived",
     "new_request",
     "past_of",
+    "pivot_due",
     "pivots_of",
     "plan_rewind",
     "read_request",

@@ -16,17 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from dist_ckpt import storage
-from dist_ckpt.errors import DistCkptError, NotFoundError
-from dist_ckpt.generations import GenerationStore, StoredGenerations
+from dist_ckpt.errors import DistCkptError
+from dist_ckpt.generations import GenerationStore
 from dist_ckpt.history import (
     ABSENT,
     FORKED,
     Journal,
-    Past,
     encode_state,
     history_path,
     read_journal,
-    read_past,
     read_policy,
     read_state,
     run_name,
@@ -36,7 +34,8 @@ from dist_ckpt.history import (
 )
 from dist_ckpt.lifecycle._hold import end_rewind, hold_run
 from dist_ckpt.lifecycle._new_run import check_target, taken, workshop
-from dist_ckpt.lifecycle._rewind import started_rewind
+from dist_ckpt.lifecycle._origin import Origin, past_of, pivot_due
+from dist_ckpt.lifecycle._pivot import Pivot
 from dist_ckpt.provenance import SIGNATURE_NAME
 from dist_ckpt.resume_point import (
     INDEX_NAME,
@@ -46,24 +45,7 @@ from dist_ckpt.resume_point import (
     shard_name,
 )
 
-__all__ = ["Forked", "Origin", "check_fork", "find_origin", "fork", "past_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The generation that a fork begins from.
-
-    Attributes:
-        store: Where it lies.
-        step: Its step.
-        run_dir: The run whose history led to it; None for a generation that lies alone.
-        home: Its directory in that run's ``archive/``, if it lies there.
-    """
-
-    store: StoredGenerations
-    step: int
-    run_dir: Path | None
-    home: str | None = None
+__all__ = ["Forked", "check_fork", "fork"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +58,7 @@ class Forked:
         id: Of the resume point.
         how: ``"reflink"``, ``"link"``, ``"copy"`` → how many files came so.
         num_losses: Losses that were carried over.
+        pivot: Id of the parent's pivot that the branch follows: its policy starts fresh.
         was_there: An earlier call has made it, and nothing has happened in it since.
     """
 
@@ -84,18 +67,8 @@ class Forked:
     id: str
     how: Mapping[str, int]
     num_losses: int
+    pivot: str | None = None
     was_there: bool = False
-
-
-def find_origin(store: StoredGenerations, step: int) -> Origin:
-    """Return where a generation belongs: a run, its archive, or nowhere."""
-    path = Path(os.path.abspath(store.path(step)))
-    home = path.parent
-    if home.name == "checkpoints":
-        return Origin(store, step, home.parent)
-    if home.parent.name == "archive" and storage.is_dir(home.parent.parent / "checkpoints"):
-        return Origin(store, step, home.parent.parent, home.name)
-    return Origin(store, step, None)
 
 
 def fork(
@@ -113,8 +86,9 @@ def fork(
     Args:
         origin: Where to branch off; nothing in it is changed.
         target: The new run directory, whose last component is the run's name; must not exist.
-        policy: Settings of the branch's policy: it starts fresh with them. None: the parent's, and
-            its policy's state.
+        policy: Settings of the branch's policy: it starts fresh with them. None: what the parent
+            had at that step, and its policy's state; or, where the parent has pivoted at its newest
+            generation and saved nothing since, what the parent would go on with itself.
         progress: Called with the bytes read since the last call, of a generation that nobody has
             read back yet.
 
@@ -135,13 +109,27 @@ def fork(
             origin.store.verify(point, progress=progress)
         with workshop(target) as beside:
             how = _share_generation(origin, point, GenerationStore(beside))
-            num_losses = _write_sidecars(
-                origin, point, beside, name=target.name, policy=policy, how=how
+            pivot = pivot_due(origin, point) if policy is None else None
+            num_losses = _write_history(
+                origin,
+                point,
+                beside,
+                name=target.name,
+                facts={
+                    "how": dict(how),
+                    "policy": policy is not None or pivot is not None,
+                    "pivot": None if pivot is None else pivot.id,
+                },
             )
+            if policy is not None:
+                write_policy(beside, target.name, dict(policy))
+            else:
+                _carry_policy(origin, point, beside, target.name, pivot)
             for directory in (beside / "checkpoints", beside):
                 storage.sync_dir(directory)
             storage.rename_durable(beside, target)
-    return Forked(target, point.step, point.id, dict(how), num_losses)
+    id_ = None if pivot is None else pivot.id
+    return Forked(target, point.step, point.id, dict(how), num_losses, id_)
 
 
 def check_fork(origin: Origin, target: Path) -> None:
@@ -174,8 +162,8 @@ def _found(target: Path, point: ResumePoint) -> Forked:
     with contextlib.suppress(DistCkptError, KeyError, ValueError):
         (event,) = read_journal(target)
         if event["event"] == FORKED and event["id"] == point.id:
-            how, count = event["how"], event["num_losses"]
-            return Forked(target, point.step, point.id, how, count, was_there=True)
+            how, count, pivot = event["how"], event["num_losses"], event.get("pivot")
+            return Forked(target, point.step, point.id, how, count, pivot, was_there=True)
     raise taken(target)
 
 
@@ -212,14 +200,8 @@ def _bin_of(origin: Origin) -> Path:
     return Path(os.path.abspath(origin.store.path(origin.step))).parent / name
 
 
-def _write_sidecars(
-    origin: Origin,
-    point: ResumePoint,
-    directory: Path,
-    *,
-    name: str,
-    policy: Mapping[str, Any] | None,
-    how: Mapping[str, int],
+def _write_history(
+    origin: Origin, point: ResumePoint, directory: Path, *, name: str, facts: Mapping[str, Any]
 ) -> int:
     """Have the history up to the fork, its lineage first; return how many losses it has."""
     past = past_of(origin)
@@ -233,48 +215,31 @@ def _write_sidecars(
             run=point.run if origin.run_dir is None else run_name(origin.run_dir),
             path=str(origin.run_dir or origin.store.path(point.step)),
             digest=storage.digest_bytes(origin.store.manifest_bytes(point.step)),
-            how=dict(how),
             num_losses=len(past.loss),
-            policy=policy is not None,
+            **facts,
         )
     finally:
         journal.close()
-    _write_policy(origin, point, directory, name, policy)
     return len(past.loss)
 
 
-def _write_policy(
-    origin: Origin,
-    point: ResumePoint,
-    directory: Path,
-    name: str,
-    policy: Mapping[str, Any] | None,
+def _carry_policy(
+    origin: Origin, point: ResumePoint, directory: Path, name: str, pivot: Pivot | None
 ) -> None:
-    """Have the branch's policy settings, and the state of its policy where a file has it.
+    """Have the settings that the policy goes on with, and its state where a file has it.
 
     The state lies in the generation too; the parent's file is of its newest one.
     """
-    settings, state = policy, ABSENT
-    if policy is None and origin.run_dir is not None:
-        parent = run_name(origin.run_dir)
-        if "policy" in point.notes:  # those that the point was made under
-            settings = point.notes["policy"]
-        else:
-            settings = read_policy(origin.run_dir, parent)
-        if origin.home is None and origin.store.steps()[-1] == point.step:
-            state = read_state(origin.run_dir, parent)
+    if origin.run_dir is None:
+        return
+    parent = run_name(origin.run_dir)
+    if pivot is None and "policy" in point.notes:  # those that the point was made under
+        settings = point.notes["policy"]
+    else:
+        settings = read_policy(origin.run_dir, parent)
     if settings is not None:
         write_policy(directory, name, dict(settings))
-    if state is not ABSENT:
-        write_state(directory, name, encode_state(state))
-
-
-def past_of(origin: Origin) -> Past:
-    """Return the history that led to the generation; empty where it lies in no run."""
-    if origin.run_dir is None:
-        return Past([], [], [])
-    mark: Mapping[str, Any] | None = None
-    if origin.home is not None:
-        with contextlib.suppress(NotFoundError):
-            mark = started_rewind(read_journal(origin.run_dir), origin.home)
-    return read_past(origin.run_dir, origin.step, mark)
+    if pivot is None and origin.is_newest:
+        state = read_state(origin.run_dir, parent)
+        if state is not ABSENT:
+            write_state(directory, name, encode_state(state))

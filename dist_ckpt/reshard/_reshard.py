@@ -84,8 +84,7 @@ def reshard(
             new.mark_verified(point.step, "resharded and loaded for trial")
             facts = {**_origin(job), "id": job.id, "world_size": job.world_size}
             carry_history(origin, temporary, target.name, facts=facts)
-            source = origin.run_dir if origin.home is None else None
-            carry_policy(source, temporary, target.name, point)
+            carry_policy(origin, temporary, target.name, point)
         chunk_bytes = parts.buffers.chunk_bytes
     return Resharded(target, new_point, chunk_bytes, _notes(job), time.monotonic() - began)
 

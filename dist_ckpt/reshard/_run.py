@@ -13,19 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from dist_ckpt import storage
-from dist_ckpt.errors import LockedError, NotFoundError, StorageError, UsageError
-from dist_ckpt.generations import StoredGenerations
+from dist_ckpt.errors import LockedError, StorageError, UsageError
 from dist_ckpt.history import (
     History,
     Past,
     RunHistory,
     read_history,
-    read_journal,
     read_policy,
     run_name,
     write_policy,
 )
-from dist_ckpt.lifecycle import Origin, last_pivot, past_of
+from dist_ckpt.lifecycle import Origin, past_of, pivot_due
 from dist_ckpt.resume_point import ResumePoint
 
 __all__ = ["carry_history", "carry_policy", "check_new", "new_run"]
@@ -122,23 +120,23 @@ def carry_history(origin: Origin, target: Path, name: str, *, facts: Mapping[str
         history.journal.append("resharded", step=origin.step, **facts)
 
 
-def carry_policy(source: Path | None, target: Path, name: str, point: ResumePoint) -> None:
+def carry_policy(origin: Origin, target: Path, name: str, point: ResumePoint) -> None:
     """Have the settings that the policy goes on with in a new run, and the pivot that is due.
 
     Those that the resume point was made under; but where the run has pivoted behind its newest
     point, that is what the next start would have followed, and so does the new run's.
 
     Args:
-        source: The run directory; None where the generation lies in none, or in an archive.
+        origin: Where the generation lies.
         target: The new one, whose history is there.
         name: The new run's.
         point: The resume point that is rewritten.
     """
     settings = point.notes.get("policy")
-    if source is not None and StoredGenerations(source).steps()[-1] == point.step:
-        settings = read_policy(source, run_name(source))
-        pivot = last_pivot(_journal(source))
-        if pivot is not None and pivot.id != point.notes.get("pivot"):
+    if origin.run_dir is not None and origin.is_newest:
+        settings = read_policy(origin.run_dir, run_name(origin.run_dir))
+        pivot = pivot_due(origin, point)
+        if pivot is not None:
             with History(target, name, 0) as history:
                 history.journal.append(
                     "pivot",
@@ -152,13 +150,6 @@ def carry_policy(source: Path | None, target: Path, name: str, point: ResumePoin
                 )
     if settings is not None:
         write_policy(target, name, dict(settings))
-
-
-def _journal(run_dir: Path) -> list[dict[str, Any]]:
-    try:
-        return read_journal(run_dir)
-    except NotFoundError:
-        return []
 
 
 def _carry(

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from dist_ckpt import storage
 from dist_ckpt.canonical import bin_name, bin_size, step_name
-from dist_ckpt.errors import DistCkptError, NotFoundError, UsageError
+from dist_ckpt.errors import DistCkptError, UsageError
 from dist_ckpt.export import canonical_pieces
 from dist_ckpt.history import (
     encode_event,
@@ -20,7 +20,7 @@ from dist_ckpt.history import (
     read_policy,
     run_name,
 )
-from dist_ckpt.lifecycle import Origin, Pivot, last_pivot, past_of
+from dist_ckpt.lifecycle import Origin, Pivot, past_of, pivot_due
 from dist_ckpt.provenance import SIGNATURE_NAME
 from dist_ckpt.resume_point import INDEX_NAME, RESUME_POINT_NAME, ResumePoint, shard_name
 from dist_ckpt.runs import Generation
@@ -99,7 +99,7 @@ def list_contents(generation: Generation, origin: Origin, run: str, *, with_bin:
         files.append(content_of_bytes(f"{home}/{SIGNATURE_NAME}", data, mode=0o400))
     past = past_of(origin)
     if origin.run_dir is not None:
-        pivot = _pivot_due(point, origin)
+        pivot = pivot_due(origin, point)
         journal = _arrived(point, origin, len(past.loss), pivot)
         history = {**encode_past(past), "journal": journal}
         files += [
@@ -146,19 +146,6 @@ def resume_point_content(generation: Generation) -> Content:
     data = generation.store.manifest_bytes(generation.step)
     name = f"checkpoints/{step_name(generation.step)}/{RESUME_POINT_NAME}"
     return content_of_bytes(name, data, mode=0o400)
-
-
-def _pivot_due(point: ResumePoint, origin: Origin) -> Pivot | None:
-    """Return the pivot that a start of the run from this point would carry out, if any."""
-    if origin.run_dir is None or origin.home is not None:
-        return None
-    if origin.store.steps()[-1] != point.step:
-        return None
-    try:
-        pivot = last_pivot(read_journal(origin.run_dir))
-    except NotFoundError:
-        return None
-    return None if pivot is None or pivot.id == point.notes.get("pivot") else pivot
 
 
 def _arrived(point: ResumePoint, origin: Origin, num_losses: int, pivot: Pivot | None) -> bytes:

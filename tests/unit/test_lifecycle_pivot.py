@@ -30,6 +30,7 @@ from helpers.faulty_ops import Fault, FaultyOps, RecordingOps
 from helpers.memory import in_memory
 from helpers.pivoting import Training
 from helpers.power_cuts import Disk, Recorder, cuts
+from helpers.run_dirs import call
 
 OLD = {"floors": {"docs": 1.0}}
 NEW = {"floors": {"docs": 3.0}, "ceilings": {"code": 0.25}}
@@ -301,3 +302,43 @@ def _keep_out(path: Path, aside: Path) -> None:
 
 def _keep_in(aside: Path, run: Path) -> None:
     shutil.copytree(aside, run, dirs_exist_ok=True)
+
+
+def test_a_fork_of_the_newest_generation_follows_a_pivot_that_no_save_has_followed(
+    stopped: Path, tmp_path: Path
+) -> None:
+    run, branch = _copy(stopped, tmp_path), tmp_path / "branch"
+    Training().train(run, 40)
+    pivot_run(open_run(run), NEW)
+    (pivot,) = _events(run, "pivot")
+    for words in (("-n",), (), ()):
+        called = call("fork", f"{run}@40", branch, *words)
+        assert called.status == 0, called.err
+        assert "starts fresh, with the settings of the pivot" in called.out
+    with (fresh := Training()).checkpointer(branch) as ckpt:
+        assert ckpt.resumed is not None
+        assert ckpt.resumed.step == 40
+        assert all(arm.pulls == 0 for arm in fresh.bandit.arms.values())
+        assert fresh.bandit.settings.floors == {"docs": 3.0}
+    (forked,) = _events(branch, "forked")
+    assert (forked["policy"], forked["pivot"]) == (True, pivot["id"])
+
+
+def test_a_fork_of_an_earlier_generation_or_with_a_save_behind_the_pivot_is_as_of_its_step(
+    stopped: Path, tmp_path: Path
+) -> None:
+    run = _copy(stopped, tmp_path)
+    Training().train(run, 40)
+    pivot_run(open_run(run), NEW)
+    # By its own path too, which alone says nothing of what is newer.
+    for number, name in enumerate([f"{run}@20", f"{run}/checkpoints/step_000020"]):
+        branch = tmp_path / f"early-{number}"
+        called = call("fork", name, branch, "--json")
+        assert (called.status, called.json["pivot"]) == (0, None)
+        assert json.loads((branch / f"{branch.name}.policy.json").read_text()) == OLD
+        assert not (branch / f"{branch.name}.state.json").exists()
+    (after := Training()).train(run, 41)
+    assert call("fork", run, tmp_path / "late", "--json").json["pivot"] is None
+    with (same := Training()).checkpointer(tmp_path / "late"):
+        assert same.bandit.state_dict() == after.bandit.state_dict()
+        assert same.bandit.settings.floors == {"docs": 3.0}

@@ -177,6 +177,9 @@ def test_a_signature_goes_along_and_the_policy_goes_on_as_on_the_run_itself(
         assert same.bandit.state_dict() == before.bandit.state_dict()
         assert same.bandit.settings.floors == {"docs": 2.0}
     pivot_run(open_run(run), {"floors": {"docs": 3.0}})
+    assert call("ship", run / "checkpoints/step_000020", tmp_path / "earlier").status == 0
+    arrived = read_journal(tmp_path / "earlier/small-step_000020")
+    assert [event["event"] for event in arrived] == ["arrived"]  # the pivot came later
     assert call("ship", run, tmp_path / "later").status == 0
     with (fresh := Training()).checkpointer(tmp_path / "later/small-step_000025"):
         assert all(arm.pulls == 0 for arm in fresh.bandit.arms.values())
