@@ -13,11 +13,21 @@ from dist_ckpt.proof._first import First, drawn_from, find_first
 from dist_ckpt.proof._scenario import Runner, Scenario
 from dist_ckpt.proof._tracks import Track
 
-__all__ = ["MUST_DIVERGE", "PARTS", "Control", "Verdict", "choose_parts", "run_control"]
+__all__ = [
+    "MUST_DIVERGE",
+    "PARTS",
+    "Control",
+    "Verdict",
+    "check_kinds",
+    "choose_parts",
+    "run_control",
+]
 
 #: Left out one after the other unless the user names others.
 PARTS = ("rng", "data", "optimizer", "scheduler", "scaler")
 MUST_DIVERGE = ("rng", "data")
+#: What a training may have besides; which of all these it has, the continuous run tells.
+_KINDS = (*PARTS, "policy", "extra")
 _NO_CONTROL = ("model", "buffers", "generators")
 
 
@@ -62,6 +72,21 @@ class Control:
             "cut": self.cut,
             "first_difference": None if self.first is None else self.first.to_json(),
         }
+
+
+def check_kinds(wanted: Sequence[str]) -> None:
+    """Return if these can be parts of a training at all; known before anything has run.
+
+    Raises:
+        UsageError: One can't be.
+    """
+    for part in wanted:
+        if part.partition(".")[0] not in _KINDS:
+            raise UsageError(
+                f"--leave-out {part} isn't a part of any training.",
+                next_step=f"There are: {', '.join(_KINDS)}.NAME.",
+                found=part,
+            )
 
 
 def choose_parts(wanted: Sequence[str], parts: Mapping[str, Any]) -> list[str]:

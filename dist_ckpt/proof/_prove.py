@@ -15,7 +15,13 @@ from dist_ckpt.proof._command import for_ranks, resolve_command, run_option
 from dist_ckpt.proof._cuts import check_cuts, choose_cuts, kinds_of
 from dist_ckpt.proof._first import First, drawn_from, find_first
 from dist_ckpt.proof._launch import Launch, run_process
-from dist_ckpt.proof._negative import Control, Verdict, choose_parts, run_control
+from dist_ckpt.proof._negative import (
+    Control,
+    Verdict,
+    check_kinds,
+    choose_parts,
+    run_control,
+)
 from dist_ckpt.proof._scenario import Runner, Scenario
 from dist_ckpt.signals import terminable
 
@@ -58,7 +64,9 @@ class Plan:
                     next_step=f"Give {name} {least} at least.",
                     found=value,
                 )
-        check_cuts(self.cuts, self.until)  # before anything is started; the run may end earlier
+        # Before anything is started; the run may end earlier, and have fewer parts.
+        check_cuts(self.cuts, self.until)
+        check_kinds(self.leave_out)
         if not self.timeout_secs > 0:
             raise SettingError(
                 f"--timeout {self.timeout_secs} isn't a number of seconds above 0.",

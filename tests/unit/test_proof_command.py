@@ -77,6 +77,16 @@ def test_the_option_of_the_run_directory_is_found_and_rewritten() -> None:
             run_option(missing, "--run")
 
 
+def test_what_no_training_can_leave_out_is_refused_before_anything_runs() -> None:
+    for part in ("nonsense", "model", "generators.mine", ""):
+        with pytest.raises(UsageError, match="isn't a part of any training") as refused:
+            Plan(["a.py"], leave_out=["rng", part])
+        assert refused.value.next_step == (
+            "There are: rng, data, optimizer, scheduler, scaler, policy, extra.NAME."
+        )
+    Plan(["a.py"], leave_out=["rng", "extra.ema", "policy", "scheduler.main"])
+
+
 def test_a_plan_that_cant_be_meant_is_refused() -> None:
     for changes in ({"ranks": 0}, {"until": 1}, {"timeout_secs": 0.0}):
         with pytest.raises(SettingError):
