@@ -19,6 +19,7 @@ from dist_ckpt.capture._walk import ModelView
 from dist_ckpt.capture._zero import check_zero, held_ids, inner_of, is_zero
 from dist_ckpt.errors import UnsupportedValueError
 from dist_ckpt.tree import JSON, encode_tree
+from dist_ckpt.wording import counted
 
 __all__ = [
     "OptimizerStates",
@@ -111,7 +112,8 @@ def _claim(owners: dict[str, str], key: str, optimizer: Optimizer, view: ModelVi
         shapes = ", ".join(str(tuple(parameter.shape)) for parameter in strangers[:20])
         _refuse(
             label_of("optimizer", key),
-            f"holds {len(strangers)} parameters that the model doesn't have, of shapes {shapes}",
+            f"holds {counted(len(strangers), 'parameter')} that the model doesn't have, of shapes "
+            f"{shapes}",
             "Was it built before the model was sharded (fully_shard, parallelize_module), moved or "
             "replaced? Build it from the parameters of the model that is given here.",
         )

@@ -7,6 +7,7 @@ moments over and commits them as the run's first generation.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from dist_ckpt.export import read_bin
 from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.history import read_journal
 from dist_ckpt.runs import Depth, check_bin, find_origin, refuse_export
+from dist_ckpt.wording import counted
 
 __all__ = ["COMMANDS"]
 
@@ -64,7 +66,8 @@ def import_(
     }
 
     def tell() -> str:
-        head = f"{target}: step {step} imported, {num_params:,} parameters with both moments"
+        parameters = counted(num_params, "parameter")
+        head = f"{target}: step {step} imported, {parameters} with both moments"
         lines = [head, *(f"  {note}" for note in document["notes"])]
         if document["latest_step"] != step:
             lines.append(f"  trained on to step {document['latest_step']}")
@@ -147,7 +150,7 @@ def _require_done(
     command: Sequence[str], status: int, event: Mapping[str, Any] | None
 ) -> Mapping[str, Any]:
     """Return the journal's event of the import where all went well."""
-    words = " ".join(command)
+    words = shlex.join(command)
     if event is None:
         raise IncompleteError(
             f"`{words}` ended with status {status} and imported nothing.",

@@ -43,10 +43,20 @@ def unpin(
 ) -> Answer:
     """Leave a generation to retention again."""
     run, generation = find_generation(address)
-    was = GenerationStore(run_dir_of(run)).unpin(generation.step)
-    document = {"run": run.name, "step": generation.step, "pinned": False, "was_pinned": was}
+    store = GenerationStore(run_dir_of(run))
+    was = store.unpin(generation.step)
+    rest = sorted(store.pins())
+    document = {
+        "run": run.name,
+        "step": generation.step,
+        "pinned": False,
+        "was_pinned": was,
+        "pinned_steps": rest,
+    }
     word = "is no longer pinned" if was else "wasn't pinned"
-    return Answer(document, lambda: f"{plain(run.name)}: step {generation.step} {word}\n")
+    others = ", ".join(map(str, rest)) or "none"
+    text = f"{plain(run.name)}: step {generation.step} {word}; pinned: {others}\n"
+    return Answer(document, lambda: text)
 
 
 def prune(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +19,7 @@ from dist_ckpt.errors import UsageError
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.lifecycle import Archived, Forked, Rewound
 from dist_ckpt.runs import Run
+from dist_ckpt.wording import counted, dist_ckpt_command
 
 __all__ = ["COMMANDS", "run_dir_of"]
 
@@ -78,7 +80,7 @@ def _tell_fork(forked: Forked) -> str:
     what = "was there already" if forked.was_there else "is ready"
     lines = [
         f"{forked.path} {what}: it goes on from step {forked.step}",
-        f"  {forked.num_losses} losses carried over; files: {files}",
+        f"  {counted(forked.num_losses, 'loss', 'losses')} carried over; files: {files}",
         *([_FOLLOWS] if forked.pivot is not None else []),
     ]
     return "".join(f"{plain(line)}\n" for line in lines)
@@ -130,10 +132,11 @@ def _tell_rewind(run: Run, rewound: Rewound, num_losses: int, *, dry_run: bool) 
     if rewound.set_aside:
         where = f"archive/{rewound.home}" if rewound.home else "archive/"
         steps = _list(rewound.set_aside)
-        lines.append(f"  to {where}: generations {steps}, with what .bin and samples there are")
+        lines.append(f"  to {where}: steps {steps}, with what .bin and samples there are")
     if rewound.bins:
         lines.append(f"  likewise .bin files without a generation: {_list(rewound.bins)}")
-    lines.append(f"  {num_losses} losses don't count any more; their bytes stay")
+    losses = counted(num_losses, "loss", "losses")
+    lines.append(f"  no longer counted: {losses}; the bytes stay")
     return "".join(f"{plain(line)}\n" for line in lines)
 
 
@@ -203,7 +206,8 @@ def _named(address: str, command: str) -> tuple[Run, int]:
     if step is None:
         raise UsageError(
             f"{command} wants a step, and {address} names none.",
-            next_step=f"Write {address}@N; `dist-ckpt ls {address}` lists the steps.",
+            next_step=f"Write {shlex.quote(f'{address}@N')}; "
+            f"`{dist_ckpt_command('ls', address)}` lists the steps.",
         )
     return found.run, step
 

@@ -17,6 +17,7 @@ from dist_ckpt.cli._show import describe_bin, describe_generation, tell_bin, tel
 from dist_ckpt.cli._text import ago, duration, plain, size, table
 from dist_ckpt.errors import SettingError
 from dist_ckpt.runs import Row, State, Status, list_rows, read_status
+from dist_ckpt.wording import counted
 
 __all__ = ["COMMANDS"]
 
@@ -95,7 +96,7 @@ def status(
 def _tell_status(found: Status) -> str:
     ranks = found.liveness.facts.get("world_size")
     about = [] if found.attempt is None else [f"attempt {found.attempt}"]
-    about += [] if ranks is None else [f"{ranks} rank{'' if ranks == 1 else 's'}"]
+    about += [] if ranks is None else [counted(ranks, "rank")]
     state = found.liveness.state
     word = "dead" if state is State.DEAD else state.value
     lines = [f"{found.name}: {word}" + (f" ({', '.join(about)})" if about else "")]
@@ -119,14 +120,15 @@ def _facts(found: Status) -> list[tuple[str, str]]:
         verb = "lost now" if found.is_alive else "lost"
         time_ = "" if found.lost_secs is None else f", {duration(found.lost_secs)}"
         flight = " and the one in flight" if found.is_alive else ""
-        steps = f"{found.lost_steps} step{'' if found.lost_steps == 1 else 's'}"
-        facts.append((verb, f"{steps}{flight}{time_}"))
+        facts.append((verb, f"{counted(found.lost_steps, 'step')}{flight}{time_}"))
     if found.secs_per_step:
         facts.append(("speed", f"{60 / found.secs_per_step:.3g} steps a minute"))
     if found.free_bytes is not None:
-        fits = "" if found.fitting is None else f": {found.fitting} more generations of "
-        one = "" if found.fitting is None else size(found.generation_bytes)
-        facts.append(("disk", f"{size(found.free_bytes)} free{fits}{one}"))
+        fits = ""
+        if found.fitting is not None:
+            more = counted(found.fitting, "more generation")
+            fits = f": {more} of {size(found.generation_bytes)}"
+        facts.append(("disk", f"{size(found.free_bytes)} free{fits}"))
     return facts
 
 

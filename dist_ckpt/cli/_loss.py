@@ -19,6 +19,7 @@ from dist_ckpt.cli._branches import describe_branches, tell_branches
 from dist_ckpt.cli._text import plain, table
 from dist_ckpt.errors import NotFoundError, UsageError
 from dist_ckpt.history import LossEntry, replay_summary
+from dist_ckpt.wording import counted
 
 if TYPE_CHECKING:
     from dist_ckpt.report import Panel
@@ -160,7 +161,7 @@ def _tell_last(entries: Sequence[Sequence[Any]]) -> str:
 
 
 def _tell_replay(result: dict[str, Any]) -> str:
-    agreed = f"{result['agreed']} of {result['num_logged']} steps came out the same"
+    agreed = f"{result['agreed']} of {counted(result['num_logged'], 'step')} came out the same"
     text = f"attempt {result['attempt']} from step {result['resumed_step']}: {agreed}"
     if result["first_difference"] is not None:
         text += f", the first that differs is {result['first_difference']}"

@@ -14,6 +14,7 @@ from dist_ckpt.cli._progress import byte_bar
 from dist_ckpt.cli._settings_file import DryRunOption
 from dist_ckpt.cli._text import plain, size
 from dist_ckpt.runs import settings_of
+from dist_ckpt.wording import counted
 
 __all__ = ["COMMANDS"]
 
@@ -93,16 +94,15 @@ def _tell_plan(plan: Any, step: int) -> Answer:
 def _tell(document: Mapping[str, Any]) -> str:
     back, trial, whole = document["read_back"], document["trial_load"], document["bin"]
     sent, wrong = len(document["sent"]), document["found_wrong"]
-    files = f"{back['num_files']} files, {size(back['num_bytes'])}"
+    files = f"{counted(back['num_files'], 'file')}, {size(back['num_bytes'])}"
     there = back["num_files"] - sent
-    loaded = f"{trial['num_tensors']} tensors, {size(trial['num_bytes'])}"
-    ranks = "1 rank" if trial["num_ranks"] == 1 else f"{trial['num_ranks']} ranks"
+    loaded = f"{counted(trial['num_tensors'], 'tensor')}, {size(trial['num_bytes'])}"
     lines = [
         f"{document['destination']}: shipped and confirmed",
         f"  command run: {document['command']}",
         f"  step found: {document['step']}, resume point {document['id'][:8]}",
         f"  check passed: {files}, sizes and digests read back; {sent} sent, {there} were there",
-        f"  loaded from there: {loaded}, values of {ranks}",
+        f"  loaded from there: {loaded}, values of {counted(trial['num_ranks'], 'rank')}",
     ]
     if wrong:
         lines.append(f"  wrong and sent again: {', '.join(dict.fromkeys(wrong))}")

@@ -15,6 +15,7 @@ from dist_ckpt.errors import DistCkptError
 from dist_ckpt.export import read_bin
 from dist_ckpt.history import read_gap
 from dist_ckpt.runs import Generation, Run
+from dist_ckpt.wording import counted
 
 __all__ = ["describe_bin", "describe_generation", "tell_bin", "tell_generation"]
 
@@ -36,7 +37,8 @@ def tell_bin(document: dict[str, Any]) -> str:
     beside = "its .sha256 lies beside it" if document["has_sum"] else "no .sha256 beside it"
     return (
         f"{plain(document['path'])}: step {document['step']}, "
-        f"{document['num_params']:,} parameters with both moments, {size(document['bytes'])}, "
+        f"{counted(document['num_params'], 'parameter')} with both moments, "
+        f"{size(document['bytes'])}, "
         f"{beside}\n"
     )
 
@@ -154,7 +156,8 @@ def _tell_policy(document: dict[str, Any]) -> list[tuple[str, Any]]:
 def _tell_canonical(canonical: dict[str, Any]) -> str:
     if canonical["refused"] is not None:
         return f"none: {canonical['refused']}"
-    about = f"{canonical['num_params']:,} parameters in {canonical['num_tensors']} tensors"
+    tensors = counted(canonical["num_tensors"], "tensor")
+    about = f"{counted(canonical['num_params'], 'parameter')} in {tensors}"
     where = canonical["bin"] or "no .bin yet"
     return f"{about}; {where}"
 

@@ -18,6 +18,7 @@ from dist_ckpt.cli._text import plain, size
 from dist_ckpt.errors import NotFoundError, SettingError, SignatureError
 from dist_ckpt.provenance import TrustedKeys, parse_public_key
 from dist_ckpt.runs import Depth, Finding, check_bin, check_run, find_origin, planned_bytes
+from dist_ckpt.wording import counted
 
 __all__ = ["COMMANDS"]
 
@@ -148,14 +149,15 @@ def _summary(findings: Sequence[Finding], depth: Depth) -> str:
     num_bytes = sum(finding.num_bytes for finding in findings)
     num_digests = sum(finding.num_digests for finding in findings)
     kinds = [finding.kind for finding in findings if not finding.is_gone]
-    checked = f"{kinds.count('generation')} generations, {kinds.count('bin')} .bin"
+    checked = f"{counted(kinds.count('generation'), 'generation')}, {kinds.count('bin')} .bin"
     how = "sizes and manifests only, " if depth.quick else ""
     if depth.fraction is not None:
         how = f"a sample of {depth.fraction:.3g}, "
-    found = "no fault" if not num_faults else f"{num_faults} fault{'s' if num_faults > 1 else ''}"
+    found = "no fault" if not num_faults else counted(num_faults, "fault")
     if any(finding.refused is not None for finding in findings):
         found += ", not everything could be checked"
-    return f"{checked}: {how}{size(num_bytes)} read, {num_digests} digests compared, {found}"
+    digests = counted(num_digests, "digest")
+    return f"{checked}: {how}{size(num_bytes)} read, {digests} compared, {found}"
 
 
 COMMANDS = (verify,)

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from dist_ckpt.errors import SettingError
+from dist_ckpt.wording import counted
 
 __all__ = ["Comparison", "Difference", "Finding", "Kind", "Tolerance", "shown"]
 
@@ -194,8 +195,7 @@ class Comparison:
         if self.agrees:
             text = f"{self.a} and {self.b} agree: {how}, largest difference {self.max_abs:.6g}."
         else:
-            count = len(self.findings)
-            many = f"{count} finding{'' if count == 1 else 's'}"
+            many = counted(len(self.findings), "finding")
             text = f"{self.a} and {self.b} differ: {many}; {how}."
         lines = [text, *(f"  {finding}" for finding in self.findings[:_SHOWN])]
         if len(self.findings) > _SHOWN:

@@ -14,6 +14,7 @@ from typing import Any
 from dist_ckpt.errors import IdentityError
 from dist_ckpt.identity._compare import Difference, compare
 from dist_ckpt.identity._config import as_patterns, matches
+from dist_ckpt.wording import counted
 
 __all__ = ["ACCEPT_VARIABLE", "carry_on", "check"]
 
@@ -86,10 +87,9 @@ def _error(refused: list[Difference], given: list[str]) -> IdentityError:
     hopeless = {difference.part for difference in refused if not difference.word}
     words = list(dict.fromkeys(item.word for item in refused if item.part not in hopeless))
     value = ",".join(dict.fromkeys([*given, *words]))
-    plural = "difference" if len(refused) == 1 else "differences"
     listed = "\n".join(shown)
     return IdentityError(
-        f"This isn't the run that was saved ({len(refused)} {plural}):\n{listed}\n",
+        f"This isn't the run that was saved ({counted(len(refused), 'difference')}):\n{listed}\n",
         next_step=_next_step(words, value, hopeless=bool(hopeless)),
         differences=[difference.to_json() for difference in refused],
         words=words,

@@ -21,6 +21,7 @@ from dist_ckpt.history import (
 )
 from dist_ckpt.lifecycle._rewind import started_rewind
 from dist_ckpt.resume_point import ResumePoint
+from dist_ckpt.wording import dist_ckpt_command
 
 __all__ = ["Archived", "find_archived", "list_archived", "undelete"]
 
@@ -172,9 +173,9 @@ def _check_places(
 
 
 def _way_out(store: GenerationStore, one: Archived) -> str:
+    command = dist_ckpt_command("fork", store.archive / str(one), "NEW")
     return (
-        f"Fork it: `dist-ckpt fork {store.archive / str(one)} NEW`; or go back first, "
-        "`dist-ckpt rewind`, to before what is in its way."
+        f"Fork it: `{command}`; or go back first, `dist-ckpt rewind`, to before what is in its way."
     )
 
 

@@ -21,6 +21,7 @@ from dist_ckpt.service import (
     STOP_AT_VARIABLE,
     WITNESS_VARIABLE,
 )
+from dist_ckpt.wording import counted
 
 __all__ = ["Runner", "Scenario"]
 
@@ -173,7 +174,7 @@ class Runner:
         _check_ranks(tracks, self._ranks)
         if self.scenarios and len(tracks) != len(self.scenarios[0].tracks):
             raise IncompleteError(
-                f"It ran on {len(tracks)} ranks, the first scenario on "
+                f"It ran on {counted(len(tracks), 'rank')}, the first scenario on "
                 f"{len(self.scenarios[0].tracks)}.",
                 next_step="The number of ranks must not depend on the attempt.",
             )

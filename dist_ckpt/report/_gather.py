@@ -17,6 +17,7 @@ from dist_ckpt.errors import DistCkptError, NotFoundError
 from dist_ckpt.history import LossEntry, read_samples
 from dist_ckpt.report._story import attempts_of, last_until, marks_of, replays_of
 from dist_ckpt.runs import Run, Status, list_rows, read_status
+from dist_ckpt.wording import counted
 
 __all__ = ["SCHEMA", "Gathered", "gather", "now_of", "story_of", "void_losses"]
 
@@ -85,7 +86,8 @@ def _troubles(status: Status) -> list[str]:
     damaged = list(status.damaged.items())
     troubles = [f"Step {step} can't be used: {why}" for step, why in damaged[:_MAX_DAMAGED]]
     if len(damaged) > _MAX_DAMAGED:
-        troubles.append(f"{len(damaged) - _MAX_DAMAGED:,} older generations can't be used, either.")
+        older = counted(len(damaged) - _MAX_DAMAGED, "older generation")
+        troubles.append(f"{older} can't be used, either.")
     if status.failing is not None:
         count = status.failing.count
         which = "The last save" if count == 1 else f"The last {count} saves"

@@ -10,6 +10,7 @@ from dist_ckpt.canonical import parse_step_name
 from dist_ckpt.errors import DistCkptError
 from dist_ckpt.export import check_sum, read_bin
 from dist_ckpt.generations import StoredGenerations
+from dist_ckpt.wording import dist_ckpt_command
 
 __all__ = ["advise_import", "find_bin"]
 
@@ -36,6 +37,6 @@ def advise_import(store: StoredGenerations) -> str | None:
     if found is None:
         return None
     return (
-        f"{found} is whole: `dist-ckpt import {found} NEW_RUN -- COMMAND` starts a new run from "
-        "its weights and moments."
+        f"{found} is whole: `{dist_ckpt_command('import', found, 'NEW_RUN', '--', 'COMMAND')}` "
+        "starts a new run from its weights and moments."
     )

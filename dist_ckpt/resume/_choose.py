@@ -85,9 +85,11 @@ def restore_newest(
         secs = time.monotonic() - began
         return replace(resumed, skipped=tuple(skipped), secs=secs)
     if skipped:
+        none = f"None of the {len(skipped)} generations in {store.directory} can be used"
+        if len(skipped) == 1:
+            none = f"The only generation in {store.directory} can't be used"
         raise NoUsableGenerationError(
-            f"None of the {len(skipped)} generations in {store.directory} can be used: "
-            + "; ".join(f"step {fault.step}: {fault.reason}" for fault in skipped),
+            f"{none}: " + "; ".join(f"step {fault.step}: {fault.reason}" for fault in skipped),
             next_step=_way_out(store),
             path=str(store.directory),
             skipped={fault.step: fault.reason for fault in skipped},

@@ -13,6 +13,7 @@ from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.policy import WithoutZombies
 from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.snapshot_index import IndexedTensor, encode_name
+from dist_ckpt.wording import counted, dist_ckpt_command
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +100,7 @@ class Generation:
             f"Step {self.step} holds no tensor {name!r}.",
             next_step=f"Did you mean {', '.join(close)}?"
             if close
-            else f"`dist-ckpt show {self.path} --tensors` lists all {len(names)}.",
+            else f"`{dist_ckpt_command('show', self.path, '--tensors')}` lists all {len(names)}.",
             path=str(self.path),
             tensor=name,
         )
@@ -167,7 +168,8 @@ class Generation:
 
         if not 0 <= rank < self.manifest.world_size:
             raise SettingError(
-                f"Step {self.step} was saved by {self.manifest.world_size} ranks, none is {rank}.",
+                f"Step {self.step} was saved by {counted(self.manifest.world_size, 'rank')}, none "
+                f"is {rank}.",
                 next_step=f"Give a rank below {self.manifest.world_size}.",
                 found=rank,
             )

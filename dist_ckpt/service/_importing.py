@@ -7,6 +7,7 @@ from dist_ckpt.resume import Imported, Resumed
 from dist_ckpt.service._attempt import Attempt
 from dist_ckpt.service._saver import Saver
 from dist_ckpt.service._voice import Voice
+from dist_ckpt.wording import counted
 
 __all__ = ["report_import", "save_import"]
 
@@ -22,8 +23,8 @@ def report_import(attempt: Attempt, imported: Imported, voice: Voice) -> None:
         notes=list(imported.notes),
     )
     voice.say(
-        f"step {imported.step} imported from {imported.path}: {imported.num_params:,} parameters "
-        "with both moments"
+        f"step {imported.step} imported from {imported.path}: "
+        f"{counted(imported.num_params, 'parameter')} with both moments"
     )
     for note in imported.notes:
         voice.warn(note)

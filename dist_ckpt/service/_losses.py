@@ -11,6 +11,7 @@ import torch
 from dist_ckpt.comm import Comm
 from dist_ckpt.errors import StorageError, UsageError
 from dist_ckpt.history import History, NullHistory, check_metric_names
+from dist_ckpt.wording import counted
 
 __all__ = ["Losses"]
 
@@ -125,7 +126,8 @@ class Losses:
         """
         if self._was_refused:
             raise StorageError(
-                f"{len(self._unwritten)} losses could not be written to the history.",
+                f"{counted(len(self._unwritten), 'loss', 'losses')} could not be written to the "
+                "history.",
                 next_step="Make room on the disk.",
                 operation="append",
             )

@@ -15,6 +15,7 @@ import xxhash
 from dist_ckpt.capture import Captured, is_sharded
 from dist_ckpt.comm import Comm
 from dist_ckpt.errors import MismatchError
+from dist_ckpt.wording import counted
 
 __all__ = ["check_replicas"]
 
@@ -57,9 +58,10 @@ def _compare(ranks: list[dict[str, str]]) -> None:
     if not different:
         return
     name, (one, other) = next(iter(different.items()))
+    have = "has" if len(different) == 1 else "have"
     raise MismatchError(
-        f"{len(different)} parameters have other values on some ranks than on others, among them "
-        f"{name!r} on ranks {one} and {other}: of equal names one copy is kept.",
+        f"{counted(len(different), 'parameter')} {have} other values on some ranks than on "
+        f"others, among them {name!r} on ranks {one} and {other}: of equal names one copy is kept.",
         next_step="Stages of a pipeline need names of their own (model={'stage1': …}); replicas "
         "must start equal (DistributedDataParallel sees to it). accept=('replicas',) keeps the "
         "first rank's.",

@@ -21,6 +21,7 @@ from dist_ckpt.service._settings import Settings
 from dist_ckpt.service._telling import look_for_losses, report_start, say_unknown, tell_words
 from dist_ckpt.service._voice import Voice
 from dist_ckpt.service._whole import look_around
+from dist_ckpt.wording import counted
 
 __all__ = ["Start", "start_run"]
 
@@ -160,8 +161,8 @@ def _rewind(attempt: Attempt, step: int, voice: Voice) -> None:
 
 def _say_rewound(rewound: lifecycle.Rewound | None, voice: Voice) -> None:
     if rewound is not None:
-        count = len(rewound.set_aside)
-        voice.say(f"went back to step {rewound.step}; {count} later generations are in archive/")
+        later = counted(len(rewound.set_aside), "later generation")
+        voice.say(f"went back to step {rewound.step}; now in archive/: {later}")
 
 
 def _parent(resumed: Resumed | None) -> Mapping[str, Any] | None:

@@ -159,7 +159,7 @@ def test_a_model_that_does_not_fit_is_refused_and_unchanged(tmp_path: Path) -> N
 
 
 def test_values_of_a_rank_that_did_not_save_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="1 ranks"):
+    with pytest.raises(SettingError, match="1 rank, none is 1"):
         open_run(ended_run(tmp_path)).generation(8).load_into(model=small_model(), rank=1)
 
 
