@@ -8,7 +8,9 @@ from typing import Any
 
 from dist_ckpt.capture import Captured, frame_of, merge_frames, with_frame
 from dist_ckpt.comm import Comm
+from dist_ckpt.errors import MismatchError
 from dist_ckpt.layout import Layout, decode_all, encode_specs, plan_layout
+from dist_ckpt.service._told import named_after
 from dist_ckpt.slices import TensorSpec
 from dist_ckpt.snapshot_index import encode_index, encode_name
 
@@ -98,12 +100,19 @@ class Planner:
         return self._plan
 
     def predict(self) -> Layout | None:
-        """Return the layout after the first update, None where that can't be told. Collective."""
+        """Return the layout after the first update, None where that can't be told. Collective.
+
+        Raises:
+            MismatchError: The ranks' tensors don't fit together; raised on every rank.
+        """
         specs = self._captured.predicted_tensors()
         phase = "planning the arena"
         if self._comm.agree([specs is None], phase=phase)[0] or specs is None:
             return None
-        return self._layout(specs, phase)
+        try:
+            return self._layout(specs, phase)
+        except MismatchError as error:
+            raise named_after(phase, error) from error
 
     def _merge(self, frame: dict[str, Any], phase: str) -> dict[str, Any]:
         if self._comm.world_size == 1:

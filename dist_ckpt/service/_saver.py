@@ -20,7 +20,7 @@ from dist_ckpt.service._finish import catch_up, export_verified, finish_generati
 from dist_ckpt.service._job import Job, Saves, run_job
 from dist_ckpt.service._plans import Plan, Planner
 from dist_ckpt.service._policy import KeptPolicy
-from dist_ckpt.service._told import Told, during, told
+from dist_ckpt.service._told import Told, during
 from dist_ckpt.service._worker import Ticket, Worker
 from dist_ckpt.slices import TensorSpec
 from dist_ckpt.staging import RankValues, Staging, Writable
@@ -181,7 +181,7 @@ class Saver:
         try:
             plan = self._planner.plan(specs, shared, phase=f"capture of step {step}")
         except MismatchError as error:
-            fault = told(error)
+            fault = during("planning", error)
         if plan is not None:
             values = RankValues(
                 encode=self._captured.rank_values,

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from dist_ckpt.capture import Captured, Structure, merge_structures
 from dist_ckpt.comm import Comm
+from dist_ckpt.errors import MismatchError
 from dist_ckpt.resume import Elsewhere
+from dist_ckpt.service._told import named_after
 
 __all__ = ["Whole", "look_around"]
 
@@ -36,8 +38,12 @@ def look_around(comm: Comm, captured: Captured) -> Whole:
     if comm.world_size == 1:
         return Whole(mine, Elsewhere())
     report = json.dumps({"structure": mine.to_json(), "parts": parts}).encode()
-    told = [json.loads(data) for data in comm.gather(report, phase="looking around")]
-    whole = merge_structures([Structure.from_json(item["structure"]) for item in told])
+    phase = "looking around"
+    told = [json.loads(data) for data in comm.gather(report, phase=phase)]
+    try:
+        whole = merge_structures([Structure.from_json(item["structure"]) for item in told])
+    except MismatchError as error:
+        raise named_after(phase, error) from error
     others = {word for item in told for word in item["parts"]} - set(parts)
     names = _names(whole) - _names(mine)
     return Whole(whole, Elsewhere(frozenset(names), frozenset(others)))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dist_ckpt
-from dist_ckpt.errors import MismatchError, UsageError
+from dist_ckpt.errors import MismatchError, SaveFailedError, UsageError
 
 
 def train(run: Path, order: Any) -> nn.ModuleDict:
@@ -40,8 +40,28 @@ def test_the_file_follows_the_declared_order_whatever_the_models_own(
 
 
 def test_an_order_that_lacks_a_parameter_is_refused_before_training(tmp_path: Path) -> None:
-    with pytest.raises(MismatchError, match=r"order= lacks 1 of 4 parameters: b\.bias"):
+    with pytest.raises(MismatchError, match=r"order= lacks 1 of 4 parameters: b\.bias") as caught:
         train(tmp_path / "run", NAMES[:3])
+    assert caught.value.message.startswith("Planning the arena: ")
+    assert (caught.value.phase, caught.value.missing) == ("planning the arena", ["b.bias"])
+
+
+def test_a_save_that_fails_in_planning_names_that_phase(tmp_path: Path) -> None:
+    """What moments there will be isn't known beforehand: the plan is made at the save."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Rprop(model.parameters())
+    with (
+        pytest.raises(SaveFailedError, match=r"rank 0: planning: order= lacks 1 of 2 parameters"),
+        dist_ckpt.Checkpointer(
+            tmp_path / "run",
+            model=model,
+            optimizer=optimizer,
+            order=["weight"],
+            deadline_secs=0.1,
+        ) as ckpt,
+    ):
+        for _ in ckpt.steps(until=1):
+            pass
 
 
 @pytest.mark.parametrize("order", ["a.weight", [1, 2], [*NAMES, "a.bias"]])
