@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dist_ckpt import announce, storage
-from dist_ckpt.errors import NotFoundError, NotRunningError, UsageError
-from dist_ckpt.history import history_path
+from dist_ckpt.errors import CorruptFileError, NotFoundError, NotRunningError, UsageError
+from dist_ckpt.history import encode_settings, history_path, parse_settings
 from dist_ckpt.runs._liveness import Liveness, State, look_alive
 from dist_ckpt.runs._run import Run
 
@@ -47,7 +47,8 @@ def plan_pivot(run: Run, settings: Mapping[str, Any] | None) -> PivotPlan:
     Raises:
         NotFoundError: The run has no generation to go on from.
         NotRunningError: It runs on another host.
-        UsageError: Settings are given, and the run has no policy that could heed them.
+        UsageError: Settings are given that the next start would refuse: they aren't one JSON
+            object, or the run has no policy that could heed them.
     """
     step = check_pivot(run, settings)
     liveness = look_alive(run.store.run_dir, run.journal())
@@ -59,7 +60,13 @@ def plan_pivot(run: Run, settings: Mapping[str, Any] | None) -> PivotPlan:
 
 
 def check_pivot(run: Run, settings: Mapping[str, Any] | None) -> int:
-    """Return the newest generation's step if the run can be pivoted; 0 where it is yet to come."""
+    """Return the newest generation's step if the run can be pivoted; 0 where it is yet to come.
+
+    Settings are checked as far as that goes without the program: its policy alone knows what they
+    mean.
+    """
+    if settings is not None:
+        _require_json(settings)
     latest = run.latest()
     if latest is None:
         if look_alive(run.store.run_dir, run.journal()).state is State.RUNNING:
@@ -73,7 +80,25 @@ def check_pivot(run: Run, settings: Mapping[str, Any] | None) -> int:
             next_step="Give Checkpointer a policy, or pivot without --policy.",
             path=str(run.path),
         )
+    if settings is not None and latest.manifest.notes.get("takes_settings") is False:
+        raise UsageError(
+            f"{run.path} keeps a policy that takes no settings: the next start would refuse them.",
+            next_step="Pivot without --policy; or give the policy configure(settings), train to "
+            "the next checkpoint, and pivot then.",
+            path=str(run.path),
+        )
     return latest.step
+
+
+def _require_json(settings: Mapping[str, Any]) -> None:
+    """Return if a file can hold the settings."""
+    try:
+        parse_settings(encode_settings(dict(settings)), "settings")
+    except (ValueError, TypeError, RecursionError, CorruptFileError) as error:
+        raise UsageError(
+            f"The settings aren't one JSON object: {error}.",
+            next_step="Give a dict of text to numbers, text, lists and dicts, without NaN.",
+        ) from error
 
 
 def nothing_to_go_on_from(run: Run) -> NotFoundError:

@@ -124,8 +124,12 @@ class KeptPolicy:
             self.fresh = "taken"
 
     def notes(self) -> dict[str, Any]:
-        """Return what a resume point says of the policy: its pivot and its settings."""
-        return {"pivot": self.pivot, "policy": self.past.settings}
+        """Return what a resume point says of the policy: its pivot, its settings, if it takes any.
+
+        The last is for commands that are to give it some, and don't have the program.
+        """
+        takes = isinstance(self.policy, Configurable)
+        return {"pivot": self.pivot, "policy": self.past.settings, "takes_settings": takes}
 
     def state_dict(self) -> Any:
         """Return the policy's own state."""

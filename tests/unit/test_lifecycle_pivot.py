@@ -30,7 +30,7 @@ from helpers.faulty_ops import Fault, FaultyOps, RecordingOps
 from helpers.memory import in_memory
 from helpers.pivoting import Training
 from helpers.power_cuts import Disk, Recorder, cuts
-from helpers.run_dirs import call
+from helpers.run_dirs import call, snapshot_of
 
 OLD = {"floors": {"docs": 1.0}}
 NEW = {"floors": {"docs": 3.0}, "ceilings": {"code": 0.25}}
@@ -222,6 +222,49 @@ def test_settings_for_a_run_without_a_policy_are_refused(tmp_path: Path) -> None
     with pytest.raises(UsageError, match="keeps no policy"):
         pivot_run(open_run(run), NEW)
     assert pivot_run(open_run(run), None).pivot.step == 3
+
+
+class Counter:
+    """A policy without settings."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+def test_settings_for_a_policy_that_takes_none_are_refused_before_anything_changes(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "andrea"
+    training = Training()
+    with dist_ckpt.Checkpointer(
+        run, model=training.model, optimizer=training.optimizer, policy=Counter()
+    ) as ckpt:
+        for _ in ckpt.steps(3):
+            training.update()
+    before = snapshot_of(run)
+    (tmp_path / "new.json").write_text(json.dumps(NEW))
+    called = call("pivot", run, "--policy", tmp_path / "new.json")
+    assert called.status == 2
+    assert "keeps a policy that takes no settings" in called.err
+    assert call("pivot", run, "--policy", tmp_path / "new.json", "-n").status == 2
+    assert snapshot_of(run) == before
+    assert pivot_run(open_run(run), None).pivot.step == 3
+
+
+@pytest.mark.parametrize("settings", [{"a": float("nan")}, {(1, 2): "a"}, {"a": {1, 2}}])
+def test_settings_that_no_file_can_hold_are_refused_before_anything_changes(
+    settings: Any, stopped: Path
+) -> None:
+    before = snapshot_of(stopped)
+    with pytest.raises(UsageError, match="aren't one JSON object"):
+        pivot_run(open_run(stopped), settings)
+    assert snapshot_of(stopped) == before
 
 
 def test_a_request_of_somebody_else_is_refused_by_name(stopped: Path, tmp_path: Path) -> None:
