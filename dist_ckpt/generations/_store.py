@@ -132,12 +132,15 @@ class GenerationStore(StoredGenerations):
             NotFoundError: No such generation (any more).
             CorruptFileError: Its manifest, or ``pins.json``, can't be read.
         """
+        self.manifest(step)  # where it can't be read no lock file is left either
         with self._holding_pins():
             pins = self._read_pins().with_pin(step, self.manifest(step).id, reason)
             storage.replace_durable(self.run_dir / PINS_NAME, encode_pins(pins))
 
     def unpin(self, step: int) -> bool:
         """Leave a generation to retention again; return whether it was pinned."""
+        if not storage.exists(self.run_dir / PINS_NAME):
+            return False
         with self._holding_pins():
             pins = self._read_pins()
             rest = pins.without(step, self._id_or(step, "") or None)

@@ -32,7 +32,7 @@ from dist_ckpt.history import (
     write_policy,
     write_state,
 )
-from dist_ckpt.lifecycle._hold import end_rewind, hold_run
+from dist_ckpt.lifecycle._hold import hold_or_watch
 from dist_ckpt.lifecycle._new_run import check_target, taken, workshop
 from dist_ckpt.lifecycle._origin import Origin, past_of, pivot_due
 from dist_ckpt.lifecycle._pivot import Pivot
@@ -81,7 +81,8 @@ def fork(
     """Have a run in ``target`` that goes on from the origin's step, durable.
 
     Files of the generation are shared where the file system can. A call that was cut off can be
-    made again.
+    made again. The origin's run needn't be writable: its lock can't be held then, so all that came
+    over is read back.
 
     Args:
         origin: Where to branch off; nothing in it is changed.
@@ -93,13 +94,14 @@ def fork(
             read back yet.
 
     Raises:
-        LockedError: A job trains in the origin's run.
+        LockedError: A job trains in the origin's run; or, where that may only be read, one came
+            meanwhile.
         UsageError: The target is there already, or inside the origin's run.
         CorruptFileError, NotFoundError: The origin isn't whole.
         StorageError: The file system refused; nothing of the fork is left.
     """
     target = Path(os.path.abspath(target))
-    with _holding(origin):
+    with _holding(origin) as require_same:
         point = origin.store.manifest(origin.step)
         if storage.exists(target):
             return _found(target, point)
@@ -125,6 +127,10 @@ def fork(
                 write_policy(beside, target.name, dict(policy))
             else:
                 _carry_policy(origin, point, beside, target.name, pivot)
+            if require_same is not None:
+                # Nobody was kept out while the files came over: what counts is what they are now.
+                GenerationStore(beside).verify(point, progress=progress)
+                require_same()
             for directory in (beside / "checkpoints", beside):
                 storage.sync_dir(directory)
             storage.rename_durable(beside, target)
@@ -144,13 +150,12 @@ def check_fork(origin: Origin, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def _holding(origin: Origin) -> Iterator[None]:
+def _holding(origin: Origin) -> Iterator[Callable[[], None] | None]:
     if origin.run_dir is None:
-        yield
+        yield None
         return
-    with hold_run(origin.run_dir, "fork"):
-        end_rewind(origin.run_dir)
-        yield
+    with hold_or_watch(origin.run_dir, "fork") as require_same:
+        yield require_same
 
 
 def _found(target: Path, point: ResumePoint) -> Forked:

@@ -101,6 +101,11 @@ def test_a_read_only_file_system_can_be_looked_at_and_not_trained_on(tmp_path: P
         bin_ = tmp_path / "elsewhere.bin"
         assert call("export", run, "-o", bin_).status == 0
         assert bin_.exists()
+        branch = tmp_path / "branch"
+        forked = call("fork", f"{run}@2", branch, "--json")
+        assert forked.status == 0, forked.err
+        assert set(forked.json["files"]) == {"copy"}
+        assert call("verify", branch).status == 0
         for refused in (("rewind", f"{run}@2"), ("pin", str(run)), ("prune", str(run))):
             called = call(*refused)
             assert called.status == 2, (refused, called.out, called.err)

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import dist_ckpt
+from dist_ckpt.errors import LockedError, StorageError
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.history import read_journal, read_loss, read_samples
-from dist_ckpt.lifecycle import hold_open
+from dist_ckpt.lifecycle import find_origin, fork, hold_open
 from dist_ckpt.storage import use_ops
 from helpers.faulty_ops import Fault, FaultyOps
 from helpers.generating import change_byte
@@ -76,6 +77,90 @@ def test_a_fork_shares_its_files_and_carries_lineage_and_losses_up_to_its_step(
     assert call("diff", f"{parent}@8", branch).status == 0
     assert call("fork", f"{parent}@12", tmp_path / "late").status == 0
     assert json.loads((tmp_path / "late" / "late.state.json").read_text()) == {"arms": []}
+
+
+def _read_only(run_dir: Path) -> FaultyOps:
+    """Return a system that lets nobody make the run's lock."""
+    return FaultyOps(Fault("stat", str(run_dir), error="EROFS"))
+
+
+def test_a_run_that_may_only_be_read_is_forked_and_what_came_over_is_read_back(
+    tmp_path: Path,
+) -> None:
+    parent = ended_run(tmp_path)
+    origin, ops = find_origin(GenerationStore(parent), 8), _read_only(parent)
+    before = snapshot_of(parent)
+    with use_ops(ops):
+        fork(origin, tmp_path / "branch")
+    assert ops.struck == 1
+    copied = str(tmp_path / ".tmp-fork-branch/checkpoints/step_000008/rank_00000.shard")
+    assert ops.of("preadv", copied)
+    assert snapshot_of(parent) == before
+    train(options_of(tmp_path / "branch", until=9))
+    assert steps(tmp_path / "branch") == [8, 9]
+
+
+def test_a_fork_that_can_not_keep_others_out_is_refused_where_one_is_there_or_comes(
+    tmp_path: Path,
+) -> None:
+    parent, branch = ended_run(tmp_path), tmp_path / "branch"
+    origin, ops = find_origin(GenerationStore(parent), 8), _read_only(parent)
+    with hold_open(parent, "rewind"), use_ops(ops), pytest.raises(LockedError, match="rewind"):
+        fork(origin, branch)
+    assert ops.struck == 1
+
+    def come(_num_bytes: int) -> None:
+        with hold_open(parent, "rewind") as (_, history):
+            history.journal.append("came")
+
+    with use_ops(_read_only(parent)), pytest.raises(LockedError, match="while it was read"):
+        fork(origin, branch, progress=come)
+    assert events(parent, "came")
+    with hold_open(parent, "rewind") as (store, history):
+        history.journal.append("rewind_started", step=8, home="rewind_to_000008")
+    with use_ops(_read_only(parent)), pytest.raises(StorageError, match="was cut off"):
+        fork(origin, branch)
+    assert store.steps() == [4, 8, 12]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [parent.name]
+
+
+def _foreign(directory: Path, name: str, text: str = "[]") -> None:
+    path = directory / name
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a.txt", "checkpoints/model.pt", "checkpoints/step_000004/model.pt", "x.loss.json",
+     "run.json", "x.journal.jsonl", "checkpoints/step_000004/rank_00000.shard"],
+)  # fmt: skip
+def test_no_command_leaves_anything_in_a_directory_that_is_not_surely_a_runs(
+    name: str, tmp_path: Path
+) -> None:
+    directory = tmp_path / "foreign"
+    _foreign(directory, name)
+    before = snapshot_of(directory)
+    generation = directory / "checkpoints/step_000004"
+    for words in (
+        ("rewind", f"{directory}@4"),
+        ("rewind", generation),
+        ("undelete", directory, "rewind_to_000004"),
+        ("pin", f"{directory}@4"),
+        ("pin", generation),
+        ("prune", directory),
+        ("fork", f"{directory}@4", tmp_path / "new"),
+        ("fork", generation, tmp_path / "new"),
+        ("pivot", directory),
+        ("save", directory),
+        ("stop", directory),
+    ):
+        called = call(*words)
+        assert called.status == 2, (words, called.out, called.err)
+        assert snapshot_of(directory) == before, words
+    call("unpin", f"{directory}@4")
+    assert snapshot_of(directory) == before
+    assert not (tmp_path / "new").exists()
 
 
 def test_two_branches_from_the_same_weights_are_compared_from_where_they_part(
