@@ -27,23 +27,7 @@ from dist_ckpt.history import History, read_journal, read_loss
 from dist_ckpt.storage import use_ops
 from helpers.faulty_ops import Fault, FaultyOps
 from helpers.ranks import RankContext, run_ranks
-
-
-def _train(run: Path, until: int, **settings: Any) -> dist_ckpt.Checkpointer:
-    torch.manual_seed(1)
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    settings = {"every": 2, "model": model, "optimizer": optimizer, **settings}
-    body = settings.pop("body", lambda _ckpt, _step: None)
-    with dist_ckpt.Checkpointer(run, **settings) as ckpt:
-        for step in ckpt.steps(until):
-            optimizer.zero_grad()
-            loss = model(torch.ones(3, 2)).square().mean()
-            loss.backward()
-            optimizer.step()
-            ckpt.record(loss=loss)
-            body(ckpt, step)
-    return ckpt
+from helpers.tiny import train_tiny
 
 
 def _events(run: Path, event: str) -> list[dict[str, Any]]:
@@ -54,24 +38,24 @@ def test_a_fault_of_the_moment_while_reading_back_condemns_no_generation(tmp_pat
     run = tmp_path / "run"
     ops = FaultyOps(Fault("open", "*.shard", nth=2, error="EMFILE"))
     with use_ops(ops):
-        _train(run, 2)
+        train_tiny(run, 2)
     assert ops.struck == 1
     store = GenerationStore(run)
     assert store.steps() == [2]
     assert store.verified_at(2) is None
     assert "EMFILE" in _events(run, "verify_left")[0]["reasons"]["0"]
     assert not store.archive.exists()
-    _train(run, 2)
+    train_tiny(run, 2)
     assert store.verified_at(2) is not None
     assert store.bin_path(2).exists()
 
 
 def test_a_device_that_cannot_give_the_newest_point_costs_that_point_alone(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    _train(run, 4, keep_last=None)
+    train_tiny(run, 4, keep_last=None)
     ops = FaultyOps(Fault("pread*", "*step_000004/*.shard", error="EIO", times=None))
     with use_ops(ops):
-        resumed = _train(run, 5).resumed
+        resumed = train_tiny(run, 5).resumed
     assert ops.struck > 0
     assert resumed is not None
     assert resumed.step == 2
@@ -92,13 +76,13 @@ def test_a_stop_does_not_wait_until_the_save_before_is_read_back(tmp_path: Path)
             os.kill(os.getpid(), signal.SIGTERM)
 
     with use_ops(ops):
-        ckpt = _train(run, 9, body=body, deadline_secs=60)
+        ckpt = train_tiny(run, 9, body=body, deadline_secs=60)
     assert ckpt.stopped == "SIGTERM"
     order = [(e["event"], e["step"]) for e in read_journal(run) if e["step"] in {2, 3}]
     assert order.index(("verify_left", 2)) < order.index(("saved", 3))
     assert ("verified", 2) not in order
     assert ("verified", 3) in order
-    _train(run, 3)
+    train_tiny(run, 3)
     assert GenerationStore(run).verified_at(2) is not None
 
 
@@ -110,7 +94,7 @@ def test_a_name_that_the_metrics_need_is_refused_at_once_and_ends_nothing(tmp_pa
             with pytest.raises(UsageError, match="'cut'"):
                 ckpt.record(cut=1.0)
 
-    _train(run, 4, body=body)
+    train_tiny(run, 4, body=body)
     assert GenerationStore(run).steps() == [2, 4]
 
 
@@ -122,10 +106,10 @@ def test_leaving_by_exit_0_does_not_hide_that_the_last_save_failed(tmp_path: Pat
             sys.exit(0)
 
     with use_ops(ops), pytest.raises(SaveFailedError, match="Step 2"):
-        _train(tmp_path / "run", 9, body=body)
+        train_tiny(tmp_path / "run", 9, body=body)
     assert ops.struck == 1
     with pytest.raises(SystemExit) as left:
-        _train(tmp_path / "other", 9, body=body)
+        train_tiny(tmp_path / "other", 9, body=body)
     assert left.value.code == 0
 
 
@@ -141,24 +125,24 @@ def test_ctrl_c_while_the_end_is_waited_for_leaves_nothing_open(tmp_path: Path) 
 
     watched = (signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C is Python's own
     with use_ops(ops), pytest.raises(KeyboardInterrupt):
-        _train(run, 9, body=body, signals=watched)
+        train_tiny(run, 9, body=body, signals=watched)
     assert ops.struck == 1
     assert [signal.getsignal(number) for number in watched] == before
     for thread in threading.enumerate():
         if thread.name == "dist_ckpt-saver":
             thread.join(20)
-    assert _train(run, 4).step == 4  # the lock is free again
+    assert train_tiny(run, 4).step == 4  # the lock is free again
 
 
 def test_going_back_to_a_point_that_an_unfinished_rewind_took_away_is_refused(
     tmp_path: Path,
 ) -> None:
     run = tmp_path / "run"
-    _train(run, 8, keep_last=None)
+    train_tiny(run, 8, keep_last=None)
     with History(run, run.name, 2) as history:
         history.journal.append("rewind_started", step=2)
     with pytest.raises(NotFoundError, match="step 6 to go back to"):
-        _train(run, 9, resume=6)
+        train_tiny(run, 9, resume=6)
     assert GenerationStore(run).steps() == [2]
 
 
@@ -166,19 +150,19 @@ def test_a_run_whose_only_points_were_set_aside_does_not_begin_anew_by_itself(
     tmp_path: Path,
 ) -> None:
     run = tmp_path / "run"
-    _train(run, 2)
+    train_tiny(run, 2)
     GenerationStore(run).set_aside(2, "faulty_000002")
     with pytest.raises(NoUsableGenerationError, match="faulty_000002"):
-        _train(run, 4)
-    assert _train(run, 2, accept=("fresh_start",)).resumed is None
+        train_tiny(run, 4)
+    assert train_tiny(run, 2, accept=("fresh_start",)).resumed is None
 
 
 def test_resume_never_is_for_the_first_attempt_of_a_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _train(tmp_path / "run", 2, resume="never")
+    train_tiny(tmp_path / "run", 2, resume="never")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert _train(tmp_path / "run", 4, resume="never").resumed is not None
+    assert train_tiny(tmp_path / "run", 4, resume="never").resumed is not None
 
 
 def test_poll_does_not_cut_evaluations_short_for_a_signal_that_waits(tmp_path: Path) -> None:
@@ -189,7 +173,7 @@ def test_poll_does_not_cut_evaluations_short_for_a_signal_that_waits(tmp_path: P
             os.kill(os.getpid(), signal.SIGUSR1)
         polled.append(ckpt.poll())
 
-    _train(tmp_path / "run", 4, every=4, body=body, sigusr1="boundary")
+    train_tiny(tmp_path / "run", 4, every=4, body=body, sigusr1="boundary")
     assert polled == [False] * 4
     assert [e["step"] for e in _events(tmp_path / "run", "signal")] == [4]
 
@@ -200,13 +184,13 @@ def test_a_bin_that_could_not_be_made_is_made_by_a_later_start_though_newer_ones
     run = tmp_path / "run"
     ops = FaultyOps(Fault("link", "*step_000002*", error="EIO"))
     with use_ops(ops):
-        _train(run, 4, keep_last=None)
+        train_tiny(run, 4, keep_last=None)
     store = GenerationStore(run)
     if ops.struck:
         assert not store.bin_path(2).exists()
     assert ops.struck == 1
     assert store.bin_path(4).exists()
-    _train(run, 4, keep_last=None)
+    train_tiny(run, 4, keep_last=None)
     assert store.bin_path(2).exists()
 
 
@@ -311,9 +295,9 @@ def test_a_script_that_moves_or_forks_keeps_its_run(what: str, tmp_path: Path) -
 
 def test_a_file_where_a_generation_belongs_blocks_no_resume(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    _train(run, 4)
+    train_tiny(run, 4)
     (run / "checkpoints" / "step_000006").touch()
-    resumed = _train(run, 5).resumed
+    resumed = train_tiny(run, 5).resumed
     assert resumed is not None
     assert resumed.step == 4
     assert (run / "archive" / "faulty_000006" / "step_000006").is_file()
@@ -321,14 +305,14 @@ def test_a_file_where_a_generation_belongs_blocks_no_resume(tmp_path: Path) -> N
 
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_by_itself(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    _train(run, 4)
+    train_tiny(run, 4)
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(NoUsableGenerationError, match="the journal tells of step 4"):
-        _train(run, 6)
-    assert _train(run, 6, accept=("fresh_start",)).resumed is None
+        train_tiny(run, 6)
+    assert train_tiny(run, 6, accept=("fresh_start",)).resumed is None
 
 
 @pytest.mark.parametrize("name", ["", "/"])
 def test_a_run_without_a_name_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match="the run's name"):
-        _train(Path(name) if name else "", 2)  # type: ignore[arg-type]
+        train_tiny(Path(name) if name else "", 2)  # type: ignore[arg-type]

@@ -7,10 +7,8 @@ import shutil
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 import dist_ckpt
 from dist_ckpt.errors import SaveFailedError
@@ -19,28 +17,12 @@ from dist_ckpt.history import read_journal, read_loss
 from dist_ckpt.service import _last_save
 from dist_ckpt.storage import use_ops
 from helpers.faulty_ops import Fault, FaultyOps
+from helpers.tiny import train_tiny
 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_last_save, "_FIRST_PAUSE_SECS", 0.01)
-
-
-def _train(run: Path, until: int, **settings: Any) -> dist_ckpt.Checkpointer:
-    torch.manual_seed(1)
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    settings = {"every": 2, "model": model, "optimizer": optimizer, **settings}
-    body = settings.pop("body", lambda _ckpt, _step: None)
-    with dist_ckpt.Checkpointer(run, **settings) as ckpt:
-        for step in ckpt.steps(until):
-            optimizer.zero_grad()
-            loss = model(torch.ones(3, 2)).square().mean()
-            loss.backward()
-            optimizer.step()
-            ckpt.record(loss=loss)
-            body(ckpt, step)
-    return ckpt
 
 
 def _words(run: Path, step: int) -> list[str]:
@@ -61,7 +43,7 @@ def test_a_disk_that_is_full_for_a_moment_costs_a_stop_nothing(path: str, tmp_pa
     nth = {"*.shard": 2, "resume_point.json": 2, "*.loss.json": 4}[path]
     ops = FaultyOps(Fault("pwrite", path, nth=nth, times=3, error="ENOSPC"))
     with use_ops(ops):
-        ckpt = _train(run, 9, body=_term_at_3)
+        ckpt = train_tiny(run, 9, body=_term_at_3)
     assert ops.struck == 3
     assert ckpt.stopped == "SIGTERM"
     assert GenerationStore(run).steps() == [2, 3]
@@ -75,7 +57,7 @@ def test_a_disk_that_is_full_for_a_moment_costs_a_stop_nothing(path: str, tmp_pa
 def test_the_end_of_a_run_is_tried_again_too(tmp_path: Path) -> None:
     ops = FaultyOps(Fault("fsync", "*.shard", nth=2, error="EIO"))
     with use_ops(ops):
-        _train(tmp_path / "run", 3)
+        train_tiny(tmp_path / "run", 3)
     assert ops.struck == 1
     assert GenerationStore(tmp_path / "run").steps() == [2, 3]
 
@@ -84,7 +66,7 @@ def test_a_disk_that_stays_full_ends_with_an_error_at_the_deadline(tmp_path: Pat
     run = tmp_path / "run"
     ops = FaultyOps(Fault("pwrite", "*.shard", nth=2, times=None, error="ENOSPC"))
     with use_ops(ops), pytest.raises(SaveFailedError, match="Free some space"):
-        _train(run, 9, body=_term_at_3, deadline_secs=0.3)
+        train_tiny(run, 9, body=_term_at_3, deadline_secs=0.3)
     assert ops.struck >= 2
     assert GenerationStore(run).steps() == [2]
     assert _words(run, 3)[-1] == "attempt_failed"
@@ -93,12 +75,12 @@ def test_a_disk_that_stays_full_ends_with_an_error_at_the_deadline(tmp_path: Pat
 def test_what_retention_lets_go_makes_room_for_the_last_save(tmp_path: Path) -> None:
     """Generations that a full disk kept from being retired go before the next try."""
     run = tmp_path / "run"
-    _train(run, 6, keep_last=None)
+    train_tiny(run, 6, keep_last=None)
     before = GenerationStore(run).steps()
     assert before == [2, 4, 6]
     watching = FaultyOps(Fault("fallocate", "*.shard", error="ENOSPC"))
     with use_ops(watching):
-        _train(run, 7, keep_last=1)
+        train_tiny(run, 7, keep_last=1)
     assert GenerationStore(run).steps() == [7]
     assert watching.struck == 1
 
@@ -114,6 +96,6 @@ def test_a_directory_that_was_removed_just_before_the_end_is_made_again_for_the_
                 time.sleep(0.002)
             shutil.rmtree(run)
 
-    _train(run, 3, body=body)
+    train_tiny(run, 3, body=body)
     assert GenerationStore(run).steps() == [3]
     assert [step for step, _ in read_loss(run)] == [1, 2, 3]

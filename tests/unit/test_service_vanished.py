@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import dist_ckpt
 from dist_ckpt import storage
@@ -22,6 +21,7 @@ from dist_ckpt.service import _last_save, _worker
 from dist_ckpt.storage import RunLock, lock_holder, use_ops
 from helpers.faulty_ops import Fault, FaultyOps
 from helpers.ranks import RankContext, run_ranks
+from helpers.tiny import train_tiny
 
 WAIT_SECS = 30.0
 
@@ -29,23 +29,6 @@ WAIT_SECS = 30.0
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_worker, "IDLE_SECS", 0.02)
-
-
-def _train(run: Path, until: int, **settings: Any) -> dist_ckpt.Checkpointer:
-    torch.manual_seed(1)
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    settings = {"every": 5, "model": model, "optimizer": optimizer, **settings}
-    body = settings.pop("body", lambda _ckpt, _step: None)
-    with dist_ckpt.Checkpointer(run, **settings) as ckpt:
-        for step in ckpt.steps(until):
-            optimizer.zero_grad()
-            loss = model(torch.ones(3, 2)).square().mean()
-            loss.backward()
-            optimizer.step()
-            ckpt.record(loss=loss, twice=2 * loss)
-            body(ckpt, step)
-    return ckpt
 
 
 def _wait(condition: Callable[[], Any]) -> None:
@@ -86,7 +69,7 @@ def test_a_removed_run_directory_is_made_again_and_saved_into_at_once(
 ) -> None:
     run = tmp_path / "runs" / "run"
     body = _Until(lambda: shutil.rmtree(run.parent), lambda: GenerationStore(run).steps())
-    _train(run, 10**6, every=10**6, body=body)
+    train_tiny(run, 10**6, every=10**6, body=body)
     first = GenerationStore(run).steps()[0]
     assert 7 <= first < body.step  # a slow body may be noticed within itself
     assert GenerationStore(run).manifest(first).reasons == ("rescue",)
@@ -100,7 +83,7 @@ def test_a_removed_run_directory_is_made_again_and_saved_into_at_once(
     for step in GenerationStore(run).steps():
         store = GenerationStore(run)
         store.verify(store.manifest(step))
-    assert _train(run, body.step + 1).resumed is not None
+    assert train_tiny(run, body.step + 1, every=5).resumed is not None
 
 
 def test_a_removed_lock_is_taken_again_and_no_save_fails(tmp_path: Path) -> None:
@@ -112,7 +95,7 @@ def test_a_removed_lock_is_taken_again_and_no_save_fails(tmp_path: Path) -> None
         held.append(bool(lock_holder(run / "run.lock")))
         return held[-1]
 
-    _train(run, 10**6, body=_Until((run / "run.lock").unlink, is_held))
+    train_tiny(run, 10**6, body=_Until((run / "run.lock").unlink, is_held), every=5)
     assert held[-1]
     assert [event["names"] for event in _events(run, "made_again")] == [["run.lock"]]
     assert _events(run, "save_failed") == []
@@ -123,7 +106,7 @@ def test_a_removed_file_of_the_history_is_there_again_with_all_its_entries(tmp_p
     run = tmp_path / "run"
     loss = run / "run.loss.json"
     body = _Until(loss.unlink, loss.exists)
-    _train(run, 10**6, body=body)
+    train_tiny(run, 10**6, body=body, every=5)
     assert [step for step, _ in read_loss(run)] == list(range(1, body.step + 1))
 
 
@@ -143,7 +126,7 @@ def test_a_run_directory_that_another_job_has_taken_is_left_to_it_untouched(
     body = _Until(taken, lambda: False)
     try:
         with pytest.raises(LockedError, match="host elsewhere, started 1970-01-01"):
-            _train(run, 10**6, body=body)
+            train_tiny(run, 10**6, body=body, every=5)
     finally:
         others.release()
     # Until it is noticed a step or two may be logged; nothing after that, no end in the journal.
@@ -157,10 +140,10 @@ def test_an_attempt_that_came_and_went_meanwhile_has_the_directory(tmp_path: Pat
 
     def other_attempt() -> None:
         (run / "run.lock").unlink()
-        _train(run, 9)
+        train_tiny(run, 9, every=5)
 
     with pytest.raises(LockedError, match="taken over by attempt 2"):
-        _train(run, 10**6, body=_Until(other_attempt, lambda: False))
+        train_tiny(run, 10**6, body=_Until(other_attempt, lambda: False), every=5)
     assert dist_ckpt.open_run(run).loss()[-1][0] == 9
 
 
@@ -183,7 +166,7 @@ def test_an_unmounted_disk_is_waited_for_and_said(
         return True
 
     body = _Until(unmounted, is_told)
-    _train(run, 10**6, every=10**6, body=body)
+    train_tiny(run, 10**6, every=10**6, body=body)
     assert not away.exists()
     assert GenerationStore(run).steps() == [5, body.step]
     assert _events(run, "made_again") == []
@@ -209,7 +192,7 @@ def body_of_two(ctx: RankContext, run: str) -> str:
     full = Fault("pwrite", "*.shard", nth=3, times=2, error="ENOSPC")
     ops = FaultyOps(full) if ctx.rank == 1 else FaultyOps()
     with use_ops(ops):
-        ckpt = _train(where, 10**4, every=10**6, timeout_secs=20, body=body)
+        ckpt = train_tiny(where, 10**4, every=10**6, timeout_secs=20, body=body)
     return f"{ckpt.stopped} {ops.struck}"
 
 
