@@ -58,14 +58,15 @@ class Ledger:
                 "host": socket.gethostname(),
             }
         )
+        self._file: AppendFile | None = None
         try:
             self._items, end = _parse(_read(self.path) or b"", self.path)
-            self._file: AppendFile | None = AppendFile(self.path)
+            self._file = AppendFile(self.path)
             if self._file.size > end:
                 self._file.truncate(end)
                 self._file.sync()
         except BaseException:
-            self._lock.release()
+            self.close()
             raise
 
     def append(self, item: str, **facts: Any) -> None:

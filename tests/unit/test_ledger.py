@@ -230,3 +230,19 @@ def test_a_power_cut_at_any_instant_leaves_exactly_the_finished_items(memory: Pa
             shutil.rmtree(scratch)
             num_states += 1
     assert num_states > 20
+
+
+def test_a_ledger_that_can_not_be_repaired_leaves_neither_file_nor_lock_open(path: Path) -> None:
+    with Ledger(path) as ledger:
+        ledger.append("a")
+    with path.open("ab") as file:
+        file.write(b'{"items"')  # torn by a crash
+    before = {os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists()}
+    ops = FaultyOps(Fault("ftruncate", path="done.jsonl", error="EIO"))
+    with use_ops(ops), pytest.raises(StorageError, match="EIO"):
+        Ledger(path)
+    assert ops.struck == 1
+    after = {os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists()}
+    assert str(path) not in after - before
+    with Ledger(path) as ledger:
+        assert list(ledger) == ["a"]
