@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import secrets
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from dist_ckpt import storage
-from dist_ckpt.errors import LockedError, StorageError, UsageError
+from dist_ckpt.errors import LockedError, NotFoundError, StorageError, UsageError
 from dist_ckpt.history import (
     History,
-    Past,
-    RunHistory,
-    read_history,
+    read_journal,
     read_policy,
     run_name,
+    write_past,
     write_policy,
 )
 from dist_ckpt.lifecycle import Origin, past_of, pivot_due
@@ -111,12 +109,10 @@ def carry_history(origin: Origin, target: Path, name: str, *, facts: Mapping[str
         name: The new run's.
         facts: Of the journal's event ``resharded``.
     """
+    write_past(target, name, past_of(origin))
     with History(target, name, 0) as history:
-        if origin.run_dir is not None:
-            found = read_history(origin.run_dir)
-            # Of the run as it is now, or, from archive/, as it was before the rewind.
-            past = found if origin.home is None else past_of(origin)
-            _carry(past, found.journal, history, origin.step)
+        for event in _not_finite(origin):
+            history.journal.append(event["event"], step=event["step"], kind=event.get("kind"))
         history.journal.append("resharded", step=origin.step, **facts)
 
 
@@ -152,34 +148,11 @@ def carry_policy(origin: Origin, target: Path, name: str, point: ResumePoint) ->
         write_policy(target, name, dict(settings))
 
 
-def _carry(
-    past: RunHistory | Past, journal: Sequence[Mapping[str, Any]], history: History, step: int
-) -> None:
-    kinds = {
-        event.get("step"): event.get("kind")
-        for event in journal
-        if event.get("event") == "loss_not_finite"
-    }
-    for at, loss in past.loss:
-        if at <= step:
-            value = _not_finite(kinds.get(at)) if loss is None else loss
-            history.record(at, value, {})
-    for line in past.metrics:
-        if line["step"] <= step:
-            history.metrics.append(line["step"], _metrics(line))
-    for sample in past.samples:
-        if sample["step"] <= step:
-            history.samples.append(sample["step"], sample.get("text") or "", sample.get("loss"))
-
-
-def _not_finite(kind: object) -> float:
-    return float(kind) if kind in {"inf", "-inf"} else math.nan
-
-
-def _metrics(line: Mapping[str, Any]) -> dict[str, Any]:
-    kinds = line.get("nonfinite", {})
-    return {
-        name: _not_finite(kinds[name]) if name in kinds else value
-        for name, value in line.items()
-        if name not in {"step", "nonfinite"}
-    }
+def _not_finite(origin: Origin) -> Iterator[Mapping[str, Any]]:
+    """Yield what the journal says of the losses that are null in the loss file."""
+    if origin.run_dir is not None:
+        with suppress(NotFoundError):
+            for event in read_journal(origin.run_dir):
+                is_later = event["step"] is None or event["step"] > origin.step
+                if event["event"] == "loss_not_finite" and not is_later:
+                    yield event

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from dist_ckpt.errors import StorageError, UsageError
-from dist_ckpt.storage._files import fill, progress, require_regular, write_all
+from dist_ckpt.storage._files import fill, require_regular, write_all, write_view
 from dist_ckpt.storage._guard import guard, named
 from dist_ckpt.storage._names import sync_dir
 from dist_ckpt.storage._ops import get_ops
@@ -225,21 +225,18 @@ class AppendFile:
 
     def _write_locked(self, offset: int, data: Bytes) -> None:
         fd = self._open_fd()
-        ops = get_ops()
-        total = len(data)
-        done = 0
         try:
-            done = ops.pwrite(fd, data, offset)
-            while done < total:
-                more = ops.pwrite(fd, memoryview(data)[done:], offset + done)
-                done += progress(more, self.path)
+            write_view(fd, memoryview(data), offset, self.path)
         except OSError as error:
             with suppress(OSError):
-                ops.ftruncate(fd, offset)
+                get_ops().ftruncate(fd, offset)
             self._grown(offset, b"")
             if isinstance(error, StorageError):
                 raise
-            raise named(error, "write to", self.path, need_bytes=total, creating=True) from error
+            need_bytes = len(data)
+            raise named(
+                error, "write to", self.path, need_bytes=need_bytes, creating=True
+            ) from error
         self._grown(offset, data)
 
     def _grown(self, offset: int, data: Bytes) -> None:

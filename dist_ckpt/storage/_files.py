@@ -97,13 +97,18 @@ def write_all(fd: int, data: Bytes, offset: int, path: Path) -> None:
     Raises:
         StorageError: The system refused; part of the data may have been written.
     """
-    ops = get_ops()
     view = memoryview(data).cast("B")
-    done = 0
     with guard("write to", path, need_bytes=len(view), creating=True):
-        while done < len(view):
-            taken = ops.pwrite(fd, view[done:] if done else view, offset + done)
-            done += progress(taken, path)
+        write_view(fd, view, offset, path)
+
+
+def write_view(fd: int, view: memoryview, offset: int, path: Path) -> None:
+    """As `write_all`, of bytes; the system's errors are the caller's to name."""
+    ops = get_ops()
+    done = 0
+    while done < len(view):
+        taken = ops.pwrite(fd, view[done:] if done else view, offset + done)
+        done += progress(taken, path)
 
 
 def progress(taken: int, path: Path) -> int:
