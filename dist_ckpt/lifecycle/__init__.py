@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dist_ckpt.lifecycle._fork import Forked, check_fork, fork
 from dist_ckpt.lifecycle._hold import hold_open, hold_run, last_attempt
+from dist_ckpt.lifecycle._new_run import check_target, taken
 from dist_ckpt.lifecycle._origin import Origin, find_origin, past_of, pivot_due
 from dist_ckpt.lifecycle._pivot import (
     Pivot,
@@ -39,6 +40,7 @@ __all__ = [
     "Verdict",
     "carry_out_pivot",
     "check_fork",
+    "check_target",
     "find_archived",
     "find_origin",
     "finish_pivot",
@@ -59,6 +61,7 @@ __all__ = [
     "remove_request",
     "retire",
     "rewind",
+    "taken",
     "undelete",
     "write_request",
 ]

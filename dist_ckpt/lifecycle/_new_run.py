@@ -17,23 +17,32 @@ from dist_ckpt.lifecycle._hold import LOCK_NAME
 __all__ = ["check_target", "taken", "workshop"]
 
 
-def check_target(run_dir: Path | None, target: Path) -> None:
-    """Return if ``target`` can be the directory of a run that is branched off from ``run_dir``."""
-    inside = None if run_dir is None else os.path.realpath(run_dir)
-    if inside is not None and Path(os.path.realpath(target)).is_relative_to(inside):
+def check_target(source: Path | None, target: Path) -> None:
+    """Return if ``target`` can be the directory of a run that is made from what lies elsewhere.
+
+    Args:
+        source: What is read, in which nothing may be made; None where a generation lies alone.
+        target: Absolute; nothing is there.
+
+    Raises:
+        UsageError: It lies in the source, its name is a generation's, or its parent isn't there.
+    """
+    if source is not None and Path(os.path.realpath(target)).is_relative_to(
+        os.path.realpath(source)
+    ):
         raise UsageError(
-            f"{target} is inside the run that it would branch off from.",
+            f"{target} lies inside the run that is read, which isn't touched.",
             next_step="Give a directory beside it.",
             path=str(target),
         )
-    if parse_step_name(target.name) is not None or not storage.is_dir(target.parent):
+    why = None
+    if not storage.is_dir(target.parent):
+        why = f"{target.parent} isn't a directory"
+    elif parse_step_name(target.name) is not None:
+        why = "its name is a generation's"
+    if why is not None:
         raise UsageError(
-            f"{target} can't be a run directory: "
-            + (
-                f"{target.parent} isn't a directory."
-                if not storage.is_dir(target.parent)
-                else "its name is a generation's."
-            ),
+            f"{target} can't be a run directory: {why}.",
             next_step="Give another path; its last component is the new run's name.",
             path=str(target),
         )
@@ -42,7 +51,7 @@ def check_target(run_dir: Path | None, target: Path) -> None:
 def taken(target: Path) -> UsageError:
     """Return the error of a place where something is."""
     return UsageError(
-        f"{target} is there already; a fork replaces nothing.",
+        f"{target} is there already; nothing is ever replaced.",
         next_step="Give another path for the new run.",
         path=str(target),
     )

@@ -11,9 +11,9 @@ from typing import Any
 
 from dist_ckpt import storage
 from dist_ckpt.generations import GenerationStore
-from dist_ckpt.lifecycle import find_origin
+from dist_ckpt.lifecycle import check_target, find_origin, taken
 from dist_ckpt.reshard._prepare import Prepared
-from dist_ckpt.reshard._run import carry_history, carry_policy, check_new, new_run
+from dist_ckpt.reshard._run import carry_history, carry_policy, new_run
 from dist_ckpt.reshard._write import machinery, try_loading, write_files
 from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.storage import FileDigest
@@ -62,7 +62,8 @@ def reshard(
         progress: Told bytes since the last call; ``2 * job.num_bytes`` in all, or nearly.
 
     Raises:
-        UsageError: Something is at ``out``, or too little memory for that many ranks.
+        UsageError: Something is at ``out``, no run can be made there, or too little memory for that
+            many ranks.
         CorruptFileError: Bytes of the source aren't what was written; the message names the file.
         NoSpaceError: No room, found out before anything is written.
         StorageError: The system refused.
@@ -71,7 +72,9 @@ def reshard(
     target = Path(os.path.abspath(out))
     point, store = job.point, job.store
     origin = find_origin(store, point.step)
-    check_new(target, origin.run_dir or job.directory)
+    if storage.exists(target):
+        raise taken(target)
+    check_target(origin.run_dir or job.directory, target)
     storage.check_space(target.parent, job.num_bytes + len(job.new_index) + (1 << 20))
     with machinery(point.world_size, job.world_size, memory_bytes) as parts:
         with new_run(target) as temporary:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_ckpt import storage
-from dist_ckpt.errors import LockedError, NotFoundError, StorageError, UsageError
+from dist_ckpt.errors import LockedError, NotFoundError, StorageError
 from dist_ckpt.history import (
     History,
     read_journal,
@@ -24,40 +24,9 @@ from dist_ckpt.history import (
 from dist_ckpt.lifecycle import Origin, past_of, pivot_due
 from dist_ckpt.resume_point import ResumePoint
 
-__all__ = ["carry_history", "carry_policy", "check_new", "new_run"]
+__all__ = ["carry_history", "carry_policy", "new_run"]
 
 _LOCK_FILE = "run.lock"
-
-
-def check_new(out: Path, source: Path) -> None:
-    """Return if a run directory may be made at ``out``.
-
-    Args:
-        out: Absolute.
-        source: The run directory that is read.
-
-    Raises:
-        UsageError: Something is there, the parent isn't, or it lies in the source.
-    """
-    if storage.exists(out):
-        raise UsageError(
-            f"{out} is there already.",
-            next_step="Choose another -o; nothing is ever replaced.",
-            path=str(out),
-        )
-    if not out.name or not storage.is_dir(out.parent):
-        raise UsageError(
-            f"{out.parent} isn't a directory, so no run can be made there.",
-            next_step="Make it first, or choose another -o.",
-            path=str(out),
-        )
-    real = Path(os.path.realpath(out.parent))
-    if real.is_relative_to(os.path.realpath(source)):
-        raise UsageError(
-            f"{out} lies inside the run that is read, which isn't touched.",
-            next_step="Choose an -o beside it.",
-            path=str(out),
-        )
 
 
 @contextmanager

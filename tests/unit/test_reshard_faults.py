@@ -255,6 +255,8 @@ def test_what_is_there_is_never_replaced(tmp_path: Path, three: Path) -> None:
         rewrite(three, 2, tmp_path / "none" / "new")
     with pytest.raises(UsageError, match="inside the run that is read"):
         rewrite(three, 2, three / "checkpoints" / "new")
+    with pytest.raises(UsageError, match="its name is a generation's"):
+        rewrite(three, 2, tmp_path / "step_000004")
     with pytest.raises(SettingError, match="isn't a number of ranks"):
         rewrite(three, 0, tmp_path / "other")
     with pytest.raises(SettingError, match="Give at least"):
