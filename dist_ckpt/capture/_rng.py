@@ -201,18 +201,25 @@ def _plan(path: str, node: JSON, set_state: Callable[[Any], Any]) -> _Setter:
     def setter() -> None:
         try:
             set_state(state)
-        except (TypeError, ValueError, KeyError, RuntimeError, OverflowError) as error:
-            raise CorruptFileError(
-                f"The saved state of {path} isn't one: {error}.",
-                next_step="Verify the generation, or use another.",
-                path=path,
-            ) from error
+        except Exception as error:  # whatever a forged state makes a generator raise
+            raise _no_state(path, str(error)) from error
 
     return setter
 
 
 def _plan_numpy(node: JSON) -> _Setter:
-    saved = str(decode_tree(node)["bit_generator"])
+    state = decode_tree(node)
+    if not isinstance(state, dict) or "bit_generator" not in state:
+        raise _no_state("rng/numpy", "it names no bit generator")
+    saved = str(state["bit_generator"])
     found = str(_numpy_state()["bit_generator"])
     _check_kind("rng/numpy", saved, found)
     return _plan("rng/numpy", node, np.random.set_state)
+
+
+def _no_state(path: str, why: str) -> CorruptFileError:
+    return CorruptFileError(
+        f"The saved state of {path} isn't one: {why}.",
+        next_step="Verify the generation, or use another.",
+        path=path,
+    )

@@ -91,7 +91,14 @@ def _decode_tag(tag: str, payload: JSON, get: GetTensor | None, depth: int) -> A
 def _build(tag: str, payload: JSON, build: Callable[[Any], Any]) -> Any:
     try:
         return build(payload)
-    except (TypeError, ValueError, KeyError, OverflowError, RuntimeError, AttributeError) as error:
+    except (
+        TypeError,
+        ValueError,
+        LookupError,
+        ArithmeticError,
+        RuntimeError,
+        AttributeError,
+    ) as error:
         raise _corrupt(f"holds a malformed {tag}", payload) from error
 
 

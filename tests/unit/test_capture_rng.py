@@ -160,14 +160,26 @@ def test_states_of_cuda_generators_are_left_out_where_there_is_no_cuda() -> None
     assert "rng/cuda" in captured.notes[0]
 
 
-@pytest.mark.parametrize("place", ["python", "numpy", "torch"])
-def test_a_state_that_its_generator_does_not_take_is_a_corrupt_file(place: str) -> None:
+@pytest.mark.parametrize(
+    ("place", "forged"),
+    [
+        ("python", {"$tuple": [3, {"$tuple": [1, 2]}, None]}),
+        ("python", {"$tuple": []}),
+        ("python", 5),
+        ("numpy", {"bit_generator": "MT19937", "state": {"key": 1, "pos": 2}}),
+        ("numpy", {"bit_generator": "MT19937"}),
+        ("numpy", {"$tuple": []}),
+        ("numpy", {}),
+        ("numpy", None),
+        ("torch", {"$bytes": "AAAA"}),
+        ("torch", {"$tuple": []}),
+    ],
+)
+def test_a_state_that_its_generator_does_not_take_is_a_corrupt_file(
+    place: str, forged: Any
+) -> None:
     captured = captured_of()
     values = json.loads(save(captured).rank)
-    values["rng"][place] = {
-        "python": {"$tuple": [3, {"$tuple": [1, 2]}, None]},
-        "numpy": {**values["rng"]["numpy"], "state": {"key": 1, "pos": 2}},
-        "torch": {"$bytes": "AAAA"},
-    }[place]
+    values["rng"][place] = forged
     with pytest.raises(CorruptFileError, match=f"rng/{place}"):
         captured.load_rng(values)
