@@ -30,8 +30,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train on two ranks, signal, kill, resume, prove it bit-equal (about 90 s)
 	@$(BIN)/python launch/demo.py
 
+# Most tests wait for ranks, signals and kills: three side by side keep two cores busy.
+JOBS ?= 3
+
 test: $(STAMP)  ## all tests but the slow ones and those that need a GPU
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 lint: $(STAMP)  ## ruff, mypy strict, the layers
 	$(BIN)/ruff check .
@@ -49,7 +52,7 @@ docs: $(STAMP)  ## the site, warnings as errors, into site/
 soak: $(STAMP)  ## the slow tests
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install -qq --disable-pip-version-check \
 	  --only-binary :all: -c constraints.txt '.[fuzz]' || echo "atheris can't be installed: fuzzing without coverage" >&2
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not gpu" $(ARGS)
 
 clean:  ## remove the environment and what the tools left; runs/ stays
 	rm -rf $(VENV) site build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
