@@ -14,7 +14,7 @@ from typing import Final
 from dist_ckpt import announce, storage
 from dist_ckpt.errors import DistCkptError
 from dist_ckpt.generations import GenerationStore
-from dist_ckpt.history import History, read_journal, run_name
+from dist_ckpt.history import History, history_path, read_journal, run_name
 from dist_ckpt.lifecycle._rewind import finish_rewind, is_rewinding
 
 __all__ = ["LOCK_NAME", "end_rewind", "hold_open", "hold_run", "last_attempt", "open_history"]
@@ -77,12 +77,14 @@ def hold_open(run_dir: Path, command: str) -> Iterator[tuple[GenerationStore, Hi
         yield store, history
 
 
-def last_attempt(run_dir: Path) -> int:
-    """Return the number of the newest attempt, 0 where there was none."""
+def last_attempt(run_dir: Path, name: str | None = None) -> int:
+    """Return the number of the newest attempt, 0 where there was none; ``name`` is the run's."""
     attempts = [0]
     with contextlib.suppress(DistCkptError, ValueError, TypeError, KeyError):
         data = storage.read_file(run_dir / _RUN_FILE, limit_bytes=_RUN_FILE_LIMIT_BYTES)
         attempts.append(int(json.loads(data)["attempt"]))
     with contextlib.suppress(DistCkptError):
-        attempts += [event["attempt"] or 0 for event in read_journal(run_dir)]
+        path = history_path(run_dir, name or run_name(run_dir), "journal")
+        begun = read_journal(path, naming=("attempt_started",))
+        attempts += [event["attempt"] or 0 for event in begun]
     return max(attempts)

@@ -20,6 +20,7 @@ from dist_ckpt.errors import (
     DistCkptError,
     ForeignFileError,
     NotFoundError,
+    NoUsableGenerationError,
     SettingError,
     StorageError,
 )
@@ -27,12 +28,15 @@ from dist_ckpt.generations import GenerationStore
 from dist_ckpt.history import (
     History,
     NullHistory,
+    history_path,
+    read_journal,
     read_policy,
     run_name,
     write_policy,
     write_state,
 )
 from dist_ckpt.lifecycle import Pivot, finish_pivot, last_attempt
+from dist_ckpt.resume_point import RESUME_POINT_NAME, UNFINISHED_NAME
 from dist_ckpt.storage import RunLock
 
 __all__ = ["Attempt", "open_attempt"]
@@ -83,6 +87,15 @@ class Attempt:
             self.history.journal.append(event, step=step, **fields)
         except (DistCkptError, OSError, ValueError) as error:
             self.warn(f"the journal could not take {event!r}: {error}")
+
+    def events(self, *naming: str) -> list[dict[str, Any]]:
+        """Return the journal's events in whose lines one of these words stands. Rank 0.
+
+        Raises:
+            NotFoundError: It was removed.
+        """
+        path = history_path(self.store.run_dir, self.name, "journal")
+        return read_journal(path, naming=naming)
 
     def keep_policy(self, state: bytes) -> None:
         """``NAME.state.json`` holds the policy's state, durably; on the background thread."""
@@ -183,6 +196,7 @@ def _start(
             path=str(run_dir),
         )
     _require_room_for_names(run_dir)
+    _refuse_half_a_copy(store)
     store.create()
     name = run_name(run_dir)
     _require_room_for_names(run_dir, name)
@@ -198,7 +212,7 @@ def _start(
     lock.acquire(holder)
     undo.callback(lock.release)
     removed = store.clean()
-    facts = {**settings, **holder, "name": name, "attempt": last_attempt(run_dir) + 1}
+    facts = {**settings, **holder, "name": name, "attempt": last_attempt(run_dir, name) + 1}
     facts |= {"nonce": secrets.token_hex(8), **_how_started()}
     # Before anything of the run is opened: it goes on from what a pivot leaves.
     pivot = finish_pivot(run_dir, name, facts["attempt"])
@@ -216,6 +230,27 @@ def _start(
     if removed:
         history.journal.append("cleaned", removed=removed)
     return _Started(lock, history, facts, removed, pivot)
+
+
+def _refuse_half_a_copy(store: GenerationStore) -> None:
+    """Return if the directory isn't one that ``ship`` has begun to fill; before it is changed.
+
+    Training would begin anew in it, and what is missing couldn't be sent any more. Once the resume
+    point is there, which is sent last, every byte that a resume needs is.
+    """
+    path = store.run_dir / UNFINISHED_NAME
+    if not storage.exists(path):
+        return
+    if any(storage.exists(store.path(step) / RESUME_POINT_NAME) for step in store.steps()):
+        return
+    raise NoUsableGenerationError(
+        f"{store.run_dir} is a copy that hasn't arrived: {UNFINISHED_NAME} is there, and no resume "
+        "point.",
+        next_step="Give the same `dist-ckpt ship` command again, which goes on with it. To begin "
+        f"at step 0 in this directory on purpose, remove {UNFINISHED_NAME}.",
+        path=str(store.run_dir),
+        skipped={},
+    )
 
 
 def _scheduler() -> dict[str, Any] | None:

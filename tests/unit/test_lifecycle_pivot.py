@@ -29,7 +29,8 @@ from dist_ckpt.storage import RunLock, use_ops
 from helpers.faulty_ops import Fault, FaultyOps, RecordingOps
 from helpers.memory import in_memory
 from helpers.pivoting import Training
-from helpers.power_cuts import Disk, Recorder, cuts
+from helpers.power_cuts import Disk, cuts
+from helpers.recording import Recorder
 
 OLD = {"floors": {"docs": 1.0}}
 NEW = {"floors": {"docs": 3.0}, "ceilings": {"code": 0.25}}
