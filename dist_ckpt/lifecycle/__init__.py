@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dist_ckpt.lifecycle._fork import Forked, Origin, check_fork, find_origin, fork, past_of
 from dist_ckpt.lifecycle._hold import hold_open, hold_run, last_attempt
+from dist_ckpt.lifecycle._new_run import refuse_half_a_copy
 from dist_ckpt.lifecycle._pivot import (
     Pivot,
     carry_out_pivot,
@@ -54,6 +55,7 @@ __all__ = [
     "pivots_of",
     "plan_rewind",
     "read_request",
+    "refuse_half_a_copy",
     "remove_request",
     "retire",
     "rewind",

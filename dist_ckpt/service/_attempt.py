@@ -20,7 +20,6 @@ from dist_ckpt.errors import (
     DistCkptError,
     ForeignFileError,
     NotFoundError,
-    NoUsableGenerationError,
     SettingError,
     StorageError,
 )
@@ -35,8 +34,7 @@ from dist_ckpt.history import (
     write_policy,
     write_state,
 )
-from dist_ckpt.lifecycle import Pivot, finish_pivot, last_attempt
-from dist_ckpt.resume_point import RESUME_POINT_NAME, UNFINISHED_NAME
+from dist_ckpt.lifecycle import Pivot, finish_pivot, last_attempt, refuse_half_a_copy
 from dist_ckpt.storage import RunLock
 
 __all__ = ["Attempt", "open_attempt"]
@@ -196,7 +194,7 @@ def _start(
             path=str(run_dir),
         )
     _require_room_for_names(run_dir)
-    _refuse_half_a_copy(store)
+    refuse_half_a_copy(store)
     store.create()
     name = run_name(run_dir)
     _require_room_for_names(run_dir, name)
@@ -230,27 +228,6 @@ def _start(
     if removed:
         history.journal.append("cleaned", removed=removed)
     return _Started(lock, history, facts, removed, pivot)
-
-
-def _refuse_half_a_copy(store: GenerationStore) -> None:
-    """Return if the directory isn't one that ``ship`` has begun to fill; before it is changed.
-
-    Training would begin anew in it, and what is missing couldn't be sent any more. Once the resume
-    point is there, which is sent last, every byte that a resume needs is.
-    """
-    path = store.run_dir / UNFINISHED_NAME
-    if not storage.exists(path):
-        return
-    if any(storage.exists(store.path(step) / RESUME_POINT_NAME) for step in store.steps()):
-        return
-    raise NoUsableGenerationError(
-        f"{store.run_dir} is a copy that hasn't arrived: {UNFINISHED_NAME} is there, and no resume "
-        "point.",
-        next_step="Give the same `dist-ckpt ship` command again, which goes on with it. To begin "
-        f"at step 0 in this directory on purpose, remove {UNFINISHED_NAME}.",
-        path=str(store.run_dir),
-        skipped={},
-    )
 
 
 def _scheduler() -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from dist_ckpt.history import read_loss
 from dist_ckpt.storage import use_ops
 from helpers.judging import Tally
 from helpers.lives import NAME, Branch, quiet, train
-from helpers.power_cuts import Cut, Disk, each_cut
+from helpers.power_cuts import Cut, Disk, Search, each_cut
 from helpers.recording import Event, Recorder
 
 LAST = 6
@@ -73,33 +73,22 @@ def record_command(command: Command, root: Path) -> Recorded:
 
 
 def try_command(
-    recorded: Recorded,
-    root: Path,
-    *,
-    seed: int,
-    at_most: int,
-    stop_at_first: bool = False,
-    points: Container[int] | None = None,
+    recorded: Recorded, root: Path, search: Search, *, stop_at_first: bool = False
 ) -> Tally:
     """Return the tally over all instants of a command.
 
     Args:
         recorded: What was recorded below ``root``.
         root: Laid out anew for each state.
-        seed: For the samples.
-        at_most: States an instant, and the two plain ones.
+        search: Which states are tried.
         stop_at_first: Return at the first fault.
-        points: Instants to cut at, numbers of events; None: all.
     """
-    tally = Tally(seed)
+    tally = Tally()
 
     def told(event: Event) -> bool:
         return event.op == "mark"
 
-    cuts = each_cut(
-        recorded.start, recorded.events, seed=seed, at_most=at_most, points=points, told=told
-    )
-    for cut in cuts:
+    for cut in each_cut(recorded.start, recorded.events, search, told):
         tally.states += 1
         try:
             with quiet():

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import dist_ckpt
 from dist_ckpt.history import read_loss
 from helpers.lives import NAME, Life, quiet, train
-from helpers.power_cuts import Cut, Disk, each_cut
+from helpers.power_cuts import Cut, Disk, Search, each_cut
 from helpers.recording import Event
 
 
@@ -51,7 +51,6 @@ class Promise:
 class Tally:
     """How many states were tried, and those that weren't recovered."""
 
-    seed: int
     states: int = 0
     faults: list[str] = field(default_factory=list)
 
@@ -59,26 +58,22 @@ class Tally:
 def try_cuts(
     life: Life,
     scratch: Path,
+    search: Search,
     *,
-    seed: int,
-    at_most: int,
     share: tuple[int, int] = (0, 1),
     stop_at_first: bool = False,
-    points: Container[int] | None = None,
 ) -> Tally:
-    """Return the tally over all instants of a life; ``share`` (k, n): every n-th state, from k on.
+    """Return the tally over all instants of a life.
 
     Args:
         life: What was recorded.
         scratch: An empty directory, best in memory.
-        seed: For the samples.
-        at_most: States an instant, and the two plain ones.
-        share: Which part of the states is this caller's.
+        search: Which states are tried.
+        share: Which part of the states is this caller's: (k, n), every n-th, from k on.
         stop_at_first: Return at the first fault.
-        points: Instants to cut at, numbers of events; None: all.
     """
-    tally = Tally(seed)
-    for cut in life_cuts(life, seed=seed, at_most=at_most, points=points):
+    tally = Tally()
+    for cut in life_cuts(life, search):
         if int.from_bytes(cut.fingerprint[:4], "big") % share[1] != share[0]:
             continue
         tally.states += 1
@@ -91,9 +86,7 @@ def try_cuts(
     return tally
 
 
-def life_cuts(
-    life: Life, *, seed: int, at_most: int, points: Container[int] | None = None
-) -> Iterator[Cut]:
+def life_cuts(life: Life, search: Search) -> Iterator[Cut]:
     """Yield each state of a life; what was ``told`` is the step below which nothing may be lost."""
     promise = Promise([life.saved])
 
@@ -101,7 +94,7 @@ def life_cuts(
         promise.take(event)
         return promise.least
 
-    return each_cut(life.start, life.events, seed=seed, at_most=at_most, points=points, told=told)
+    return each_cut(life.start, life.events, search, told)
 
 
 def lay_out(state: Disk, scratch: Path) -> Path:
@@ -152,7 +145,7 @@ def _check(
 def _look_around(run_dir: Path) -> str | None:
     journal = (run_dir / f"{NAME}.journal.jsonl").read_bytes()
     for line in journal.splitlines():
-        if b"skipped" in line or b"faulty" in line:
+        if b'"event": "skipped"' in line or b'"event": "faulty"' in line:
             return f"a generation with its name wasn't whole: {line!r}"
     for name in ("run.samples.json", "run.loss.json"):
         path = run_dir / name

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import operator
 import os
 import random
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
@@ -169,10 +170,16 @@ def cuts(disk: Disk, generator: random.Random, *, at_most: int) -> Iterator[Disk
     Up to ``EXHAUSTIVE`` pending operations: every combination, or a sample of it where it has more
     than ``at_most``. Above: each beginning, all but one, only one, and a sample.
     """
-    yield _state(disk, ["lost"] * len(disk.pending))
-    yield _state(disk, ["kept"] * len(disk.pending))
-    for choice in itertools.islice(_choices(disk.pending, generator, at_most), at_most):
+    for choice in _plans(disk.pending, generator, at_most):
         yield _state(disk, choice)
+
+
+def _plans(
+    pending: Sequence[Pending], generator: random.Random, at_most: int
+) -> Iterator[Sequence[str]]:
+    yield ["lost"] * len(pending)
+    yield ["kept"] * len(pending)
+    yield from itertools.islice(_choices(pending, generator, at_most), at_most)
 
 
 @dataclass(frozen=True)
@@ -197,13 +204,27 @@ class Cut:
         return f"cut after operation {self.number}, {self.event.op} {self.event.text}"
 
 
+@dataclass(frozen=True)
+class Search:
+    """Which states are looked for.
+
+    Attributes:
+        seed: For the samples.
+        at_most: States an instant, and the two plain ones.
+        sample: So many of all that differ, where there are more; None: all.
+        points: Instants to cut at, numbers of events; None: all.
+    """
+
+    seed: int
+    at_most: int
+    sample: int | None = None
+    points: Container[int] | None = None
+
+
 def each_cut(
     start: Disk,
     events: Sequence[Event],
-    *,
-    seed: int,
-    at_most: int,
-    points: Container[int] | None = None,
+    search: Search,
     told: Callable[[Event], Hashable] = lambda _event: None,
 ) -> Iterator[Cut]:
     """Yield each state that a power cut during these operations may leave, once.
@@ -211,23 +232,47 @@ def each_cut(
     Args:
         start: The disk before.
         events: What was done.
-        seed: For the samples.
-        at_most: States an instant, and the two plain ones.
-        points: Instants to cut at, numbers of events; None: all.
+        search: Which of them.
         told: Given each event; returns what had been promised by then. The same files are another
             state where more had been promised.
     """
+    found = _search(start, events, search, told)
+    if search.sample is None:
+        for cut, _ in found:
+            yield cut
+        return
+    # Not the states themselves: there are too many of them.
+    known = [(cut.number, choice, cut.fingerprint, cut.told) for cut, choice in found]
+    chosen = known
+    if len(known) > search.sample:
+        chosen = random.Random(f"{search.seed} sample").sample(known, search.sample)
+    disk, place = start.copy(), 0
+    for number, choice, fingerprint, promised in sorted(chosen, key=operator.itemgetter(0)):
+        while place <= number:
+            disk.do(events[place])
+            place += 1
+        yield Cut(number, events[number], _state(disk, choice), fingerprint, promised)
+
+
+def _search(
+    start: Disk,
+    events: Sequence[Event],
+    search: Search,
+    told: Callable[[Event], Hashable],
+) -> Iterator[tuple[Cut, Sequence[str]]]:
     disk, seen = start.copy(), set[tuple[bytes, Hashable]]()
     for number, event in enumerate(events):
         disk.do(event)
         promised = told(event)
-        if points is not None and number not in points:
+        if search.points is not None and number not in search.points:
             continue
-        for state in cuts(disk, random.Random(f"{seed} {number}"), at_most=at_most):
-            key = state.fingerprint(), promised
-            if key not in seen:
-                seen.add(key)
-                yield Cut(number, event, state, key[0], promised)
+        generator = random.Random(f"{search.seed} {number}")
+        for choice in _plans(disk.pending, generator, search.at_most):
+            state = _state(disk, choice)
+            fingerprint = state.fingerprint()
+            if (fingerprint, promised) not in seen:
+                seen.add((fingerprint, promised))
+                yield Cut(number, event, state, fingerprint, promised), choice
 
 
 def _choices(
