@@ -32,7 +32,7 @@ LIVES: dict[str, Sequence[Chapter]] = {
     "two ranks": [ranks(4, 2), ranks(6, 2)],
     "two ranks, then one": [ranks(4, 2), attempt(6)],
 }
-#: With those of the commands (test_power_cuts_of_commands.py) 10,000 by default, 100,000 in the soak.
+#: With those of the commands (test_power_cuts_of_commands.py) 10,000, and 100,000 in the soak.
 NUM_STATES, NUM_STATES_OF_A_RECOVERY = 1_600, 200
 NUM_STATES_SOAK = 18_000
 SEED = int(os.environ.get("DIST_CKPT_TEST_SEED", "20261130"))

@@ -19,6 +19,7 @@ from dist_ckpt.history import read_loss
 from dist_ckpt.storage import use_ops
 from helpers.judging import Tally
 from helpers.lives import NAME, Branch, quiet, train
+from helpers.memory import rarely_collected
 from helpers.power_cuts import Cut, Disk, Search, each_cut
 from helpers.recording import Event, Recorder
 
@@ -88,7 +89,7 @@ def try_command(
     def told(event: Event) -> bool:
         return event.op == "mark"
 
-    for cut in each_cut(recorded.start, recorded.events, search, told):
+    for cut in rarely_collected(each_cut(recorded.start, recorded.events, search, told)):
         tally.states += 1
         try:
             with quiet():

@@ -15,6 +15,7 @@ from pathlib import Path
 import dist_ckpt
 from dist_ckpt.history import read_loss
 from helpers.lives import NAME, Life, quiet, train
+from helpers.memory import rarely_collected
 from helpers.power_cuts import Cut, Disk, Search, each_cut
 from helpers.recording import Event
 
@@ -73,7 +74,7 @@ def try_cuts(
         stop_at_first: Return at the first fault.
     """
     tally = Tally()
-    for cut in life_cuts(life, search):
+    for cut in rarely_collected(life_cuts(life, search)):
         if int.from_bytes(cut.fingerprint[:4], "big") % share[1] != share[0]:
             continue
         tally.states += 1

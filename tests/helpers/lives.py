@@ -98,7 +98,8 @@ def train(
         resumed = ckpt.resumed.step if ckpt.resumed else 0
         if branch is not None:
             branch.states.setdefault(resumed, snapshot(model, optimizer, data))
-        for step in ckpt.steps(until=until):
+        # Where nothing is to be trained a fresh start would do nothing but save step 0.
+        for step in ckpt.steps(until=until) if until or ckpt.resumed else ():
             for group in optimizer.param_groups:
                 group["lr"] = lr
             loss = model(next(data)).square().sum() + torch.rand(1).sum()

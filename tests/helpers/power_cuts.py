@@ -267,7 +267,9 @@ def _search(
         if search.points is not None and number not in search.points:
             continue
         generator = random.Random(f"{search.seed} {number}")
-        for choice in _plans(disk.pending, generator, search.at_most):
+        # Where little is pending the same is drawn again and again.
+        plans = map(tuple, _plans(disk.pending, generator, search.at_most))
+        for choice in dict.fromkeys(plans):
             state = _state(disk, choice)
             fingerprint = state.fingerprint()
             if (fingerprint, promised) not in seen:
