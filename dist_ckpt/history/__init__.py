@@ -11,7 +11,7 @@ from dist_ckpt.history._gap import LossGap
 from dist_ckpt.history._history import History
 from dist_ckpt.history._journal import Journal, NullJournal, encode_event, parse_journal
 from dist_ckpt.history._json_array import strict_loads
-from dist_ckpt.history._lineage import FORKED, Lineage, trace_lineage
+from dist_ckpt.history._lineage import FORKED, LINEAGE_EVENTS, Lineage, trace_lineage
 from dist_ckpt.history._loss_file import LossFile
 from dist_ckpt.history._loss_format import (
     MISSING,
@@ -58,6 +58,7 @@ from dist_ckpt.history._sidecars import (
 __all__ = [
     "ABSENT",
     "FORKED",
+    "LINEAGE_EVENTS",
     "MISSING",
     "Branches",
     "History",

@@ -15,7 +15,7 @@ from dist_ckpt.history._array_file import read_or_none
 from dist_ckpt.history._lines_file import LinesFile, encode_line, parse_lines, to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
 __all__ = ["UNREADABLE", "Journal", "NullJournal", "encode_event", "parse_journal"]
 
@@ -24,8 +24,11 @@ _MAX_COUNT: Final = 2**63 - 1
 _OWN_KEYS: Final = frozenset({"time", "attempt"})
 
 
-def parse_journal(data: bytes) -> list[dict[str, Any]]:
+def parse_journal(data: bytes, *, naming: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return the events in the order of the file.
+
+    With ``naming`` only those in whose lines one of these words stands, as the event's name or
+    elsewhere: a long journal is searched much quicker than it is parsed.
 
     A torn last line is left out. A damaged line elsewhere, or one that is no event, is reported in
     its place as an event ``"unreadable"`` with ``line`` and ``num_bytes``, so that the rest stays
@@ -42,7 +45,7 @@ def parse_journal(data: bytes) -> list[dict[str, Any]]:
             "line": number,
             "num_bytes": len(line),
         }
-        for number, line, value in parse_lines(data)
+        for number, line, value in parse_lines(data, naming=naming)
     ]
 
 

@@ -10,9 +10,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-__all__ = ["FORKED", "Lineage", "trace_lineage"]
+__all__ = ["FORKED", "LINEAGE_EVENTS", "Lineage", "trace_lineage"]
 
 FORKED: Final = "forked"
+#: What `trace_lineage` looks at.
+LINEAGE_EVENTS: Final = ("attempt_started", "saved", "resumed", FORKED, "fresh_start")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import contextlib
 import json
 import numbers
 import os
+import re
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from dist_ckpt.history._json_array import strict_loads
 from dist_ckpt.storage import AppendFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 __all__ = ["LinesFile", "encode_line", "load_object", "parse_lines", "to_json"]
 
@@ -54,17 +55,25 @@ def load_object(line: bytes) -> dict[str, Any] | None:
     return None
 
 
-def parse_lines(data: bytes) -> list[tuple[int, bytes, dict[str, Any] | None]]:
+def parse_lines(
+    data: bytes, *, naming: Collection[str] = ()
+) -> list[tuple[int, bytes, dict[str, Any] | None]]:
     """Return ``(line number, bytes, object or None)`` of each line that isn't blank.
 
     A last line without its end that isn't an object is left out: an append is in progress, or
     was torn.
+
+    Args:
+        data: The bytes of the file.
+        naming: Only lines in which one of these words (of ASCII letters, digits and underscores)
+            stands somewhere, the others unread; empty for all.
     """
     lines = data.split(b"\n")
     torn = len(lines) if lines[-1] else None
+    wanted = re.compile(b"|".join(re.escape(word.encode()) for word in naming)).search
     parsed = []
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
+        if not wanted(line) or not line.strip():
             continue
         value = load_object(line)
         if value is None and number == torn:

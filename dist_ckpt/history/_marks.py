@@ -48,7 +48,7 @@ def nonfinite_kinds(journal: bytes) -> dict[int, str]:
 def _events(journal: bytes, name: str) -> Iterable[dict[str, Any]]:
     if name.encode() not in journal:
         return []
-    return [event for event in parse_journal(journal) if event.get("event") == name]
+    return [event for event in parse_journal(journal, naming=(name,)) if event.get("event") == name]
 
 
 def _count(value: Any, otherwise: int) -> int:

@@ -6,7 +6,7 @@ An append in progress can be seen half done; all readers here pass over a torn e
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -121,18 +121,19 @@ def read_samples(run_dir: _Path) -> list[dict[str, Any]]:
     return _canonical_samples(_read(path), path, _journal_data(run_dir, name))
 
 
-def read_journal(path: _Path) -> list[dict[str, Any]]:
+def read_journal(path: _Path, *, naming: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return the events of a run in their order.
 
     Args:
         path: The run's directory, or the journal itself.
+        naming: Only events in whose lines one of these words stands; empty for all.
 
     Raises:
         NotFoundError: No such run or journal.
     """
     if not os.fspath(path).endswith(FILES["journal"]):
         path = history_path(path, run_name(path), "journal")
-    return parse_journal(_read(path))
+    return parse_journal(_read(path), naming=naming)
 
 
 def read_history(run_dir: _Path) -> RunHistory:

@@ -5,6 +5,7 @@ Part of layer 3. Reads the main script, asks git, fetches samples of the data.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import platform
@@ -114,20 +115,25 @@ def describe_versions() -> dict[str, Any]:
     import numpy as np  # noqa: PLC0415 - comparing saved identities must not import torch or NumPy
     import torch  # noqa: PLC0415 - as above
 
-    try:
-        own = metadata.version("dist-ckpt")
-    except metadata.PackageNotFoundError:
-        own = None
     # Asking an unused CUDA for its name would initialise it: 500 MB of memory on the device.
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "numpy": str(np.__version__),
-        "dist_ckpt": own,
+        "dist_ckpt": _own_version(),
         "cuda": torch.version.cuda,
         "device": torch.cuda.get_device_name() if cuda else f"cpu {platform.machine()}",
     }
+
+
+@functools.cache
+def _own_version() -> str | None:
+    """Return what is installed as ``dist-ckpt``; its description is parsed once in a process."""
+    try:
+        return metadata.version("dist-ckpt")
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _describe_data(

@@ -11,10 +11,12 @@ from pathlib import Path
 
 from dist_ckpt import storage
 from dist_ckpt.canonical import parse_step_name
-from dist_ckpt.errors import DistCkptError, UsageError
+from dist_ckpt.errors import DistCkptError, NoUsableGenerationError, UsageError
+from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.lifecycle._hold import LOCK_NAME
+from dist_ckpt.resume_point import RESUME_POINT_NAME, UNFINISHED_NAME
 
-__all__ = ["check_target", "taken", "workshop"]
+__all__ = ["check_target", "refuse_half_a_copy", "taken", "workshop"]
 
 
 def check_target(source: Path | None, target: Path) -> None:
@@ -54,6 +56,27 @@ def taken(target: Path) -> UsageError:
         f"{target} is there already; nothing is ever replaced.",
         next_step="Give another path for the new run.",
         path=str(target),
+    )
+
+
+def refuse_half_a_copy(store: StoredGenerations) -> None:
+    """Return if the directory isn't one that ``ship`` has begun to fill; before it is changed.
+
+    Training would begin anew in it, and what is missing couldn't be sent any more. Once the resume
+    point is there, which is sent last, every byte that a resume needs is.
+    """
+    path = store.run_dir / UNFINISHED_NAME
+    if not storage.exists(path):
+        return
+    if any(storage.exists(store.path(step) / RESUME_POINT_NAME) for step in store.steps()):
+        return
+    raise NoUsableGenerationError(
+        f"{store.run_dir} is a copy that hasn't arrived: {UNFINISHED_NAME} is there, and no resume "
+        "point.",
+        next_step="Give the same `dist-ckpt ship` command again, which goes on with it. To begin "
+        f"at step 0 in this directory on purpose, remove {UNFINISHED_NAME}.",
+        path=str(store.run_dir),
+        skipped={},
     )
 
 

@@ -151,7 +151,7 @@ def last_pivot(journal: Iterable[Mapping[str, Any]]) -> Pivot | None:
 
 def _journalled(run_dir: Path) -> Sequence[Pivot]:
     try:
-        return pivots_of(read_journal(run_dir))
+        return pivots_of(read_journal(run_dir, naming=("pivot",)))
     except NotFoundError:
         return ()
 

@@ -21,7 +21,14 @@ from dist_ckpt.generations import (
     plan_bins,
     plan_retention,
 )
-from dist_ckpt.history import Lineage, read_journal, run_name, trace_lineage
+from dist_ckpt.history import (
+    LINEAGE_EVENTS,
+    Lineage,
+    history_path,
+    read_journal,
+    run_name,
+    trace_lineage,
+)
 from dist_ckpt.resume_point import ResumePoint
 
 __all__ = ["Verdict", "judge", "retire"]
@@ -133,7 +140,9 @@ def _kinds(store: StoredGenerations, points: Mapping[int, ResumePoint | None]) -
 
 def _lineage(store: StoredGenerations) -> tuple[Lineage, str]:
     try:
-        return trace_lineage(read_journal(store.run_dir)), run_name(store.run_dir)
+        name = run_name(store.run_dir)
+        path = history_path(store.run_dir, name, "journal")
+        return trace_lineage(read_journal(path, naming=LINEAGE_EVENTS)), name
     except DistCkptError:
         return Lineage(), store.run_dir.name
 

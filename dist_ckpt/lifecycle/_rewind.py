@@ -71,7 +71,7 @@ def rewind(store: GenerationStore, history: History, step: int) -> Rewound:
 
 def finish_rewind(store: GenerationStore, history: History) -> Rewound | None:
     """End a rewind that was cut off; None where none was. Later points would be resumed from."""
-    mark = _last_mark(store.run_dir)
+    mark = _last_mark(history.journal.file.path)
     if mark is None or mark["event"] != REWIND_STARTED:
         return None
     step = int(mark["step"])
@@ -84,9 +84,9 @@ def is_rewinding(run_dir: Path) -> bool:
     return mark is not None and mark["event"] == REWIND_STARTED
 
 
-def _last_mark(run_dir: Path) -> Mapping[str, Any] | None:
+def _last_mark(journal: str | Path) -> Mapping[str, Any] | None:
     try:
-        events = read_journal(run_dir)
+        events = read_journal(journal, naming=(REWIND_STARTED, REWOUND))
     except NotFoundError:
         return None
     marks = [event for event in events if event["event"] in {REWIND_STARTED, REWOUND}]

@@ -10,6 +10,7 @@ __all__ = [
     "FORMAT",
     "INDEX_NAME",
     "RESUME_POINT_NAME",
+    "UNFINISHED_NAME",
     "VERIFIED_NAME",
     "VERSION",
     "Canonical",
@@ -23,6 +24,8 @@ VERSION = 1
 RESUME_POINT_NAME = "resume_point.json"
 INDEX_NAME = ".snapshot_metadata"
 VERIFIED_NAME = "verified.json"
+#: In a run directory: it is being brought here, and not all of it has arrived.
+UNFINISHED_NAME = "unfinished.json"
 
 
 def shard_name(rank: int) -> str:

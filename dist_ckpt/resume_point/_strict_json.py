@@ -13,6 +13,8 @@ __all__ = ["load_strict_json"]
 
 #: A user's state may be nested 100 values deep, each of them three levels of JSON, in a few more.
 _MAX_DEPTH = 320
+#: What JSON nests, as it is parsed.
+_NESTED = (dict, list)
 
 
 def load_strict_json(data: bytes, *, path: object) -> dict[str, Any]:
@@ -69,13 +71,13 @@ def _decode(
 
 def _require_depth(body: Any) -> None:
     """Return if nothing is nested deeper than whoever reads it can follow."""
-    level = [body] if isinstance(body, dict | list) else []
+    level = [body] if type(body) in _NESTED else []
     for _ in range(_MAX_DEPTH):
         level = [
             item
             for node in level
-            for item in (node.values() if isinstance(node, dict) else node)
-            if isinstance(item, dict | list)
+            for item in (node.values() if type(node) is dict else node)
+            if type(item) in _NESTED
         ]
         if not level:
             return

@@ -7,7 +7,6 @@ import os
 from dist_ckpt import announce, storage
 from dist_ckpt.comm import Comm
 from dist_ckpt.errors import NotFoundError, NoUsableGenerationError, UsageError
-from dist_ckpt.history import read_journal
 from dist_ckpt.resume import advise_import
 from dist_ckpt.service._attempt import Attempt
 from dist_ckpt.service._settings import IMPORT_VARIABLE, Settings
@@ -33,7 +32,7 @@ def is_restart(attempt: Attempt) -> bool:
     launch = announce.launch_id()
     if launch is None or attempt.lock is None:
         return False
-    events = read_journal(attempt.store.run_dir)
+    events = attempt.events("attempt_started")
     begun = [event for event in events if event["event"] == "attempt_started"]
     return any(event.get("launch_id") == launch for event in begun[:-1])  # the last is this one
 
@@ -80,7 +79,7 @@ def _refuse_to_begin_anew(attempt: Attempt) -> None:
     store = attempt.store
     archived = sorted(storage.list_names(store.archive)) if storage.exists(store.archive) else []
     aside = [name for name in archived if name.startswith("faulty_")]
-    events = read_journal(store.run_dir)
+    events = attempt.events("saved")
     saved = [event["step"] for event in events if event["event"] == "saved"]
     if not aside and not saved:
         return

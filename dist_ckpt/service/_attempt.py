@@ -27,12 +27,14 @@ from dist_ckpt.generations import GenerationStore
 from dist_ckpt.history import (
     History,
     NullHistory,
+    history_path,
+    read_journal,
     read_policy,
     run_name,
     write_policy,
     write_state,
 )
-from dist_ckpt.lifecycle import Pivot, finish_pivot, last_attempt
+from dist_ckpt.lifecycle import Pivot, finish_pivot, last_attempt, refuse_half_a_copy
 from dist_ckpt.storage import RunLock
 
 __all__ = ["Attempt", "open_attempt"]
@@ -83,6 +85,15 @@ class Attempt:
             self.history.journal.append(event, step=step, **fields)
         except (DistCkptError, OSError, ValueError) as error:
             self.warn(f"the journal could not take {event!r}: {error}")
+
+    def events(self, *naming: str) -> list[dict[str, Any]]:
+        """Return the journal's events in whose lines one of these words stands. Rank 0.
+
+        Raises:
+            NotFoundError: It was removed.
+        """
+        path = history_path(self.store.run_dir, self.name, "journal")
+        return read_journal(path, naming=naming)
 
     def keep_policy(self, state: bytes) -> None:
         """``NAME.state.json`` holds the policy's state, durably; on the background thread."""
@@ -183,6 +194,7 @@ def _start(
             path=str(run_dir),
         )
     _require_room_for_names(run_dir)
+    refuse_half_a_copy(store)
     store.create()
     name = run_name(run_dir)
     _require_room_for_names(run_dir, name)
@@ -198,7 +210,7 @@ def _start(
     lock.acquire(holder)
     undo.callback(lock.release)
     removed = store.clean()
-    facts = {**settings, **holder, "name": name, "attempt": last_attempt(run_dir) + 1}
+    facts = {**settings, **holder, "name": name, "attempt": last_attempt(run_dir, name) + 1}
     facts |= {"nonce": secrets.token_hex(8), **_how_started()}
     # Before anything of the run is opened: it goes on from what a pivot leaves.
     pivot = finish_pivot(run_dir, name, facts["attempt"])

@@ -11,7 +11,6 @@ from statistics import median
 from typing import Any
 
 from dist_ckpt.errors import DistCkptError
-from dist_ckpt.history import read_journal
 from dist_ckpt.service._attempt import Attempt
 
 __all__ = ["END_VARIABLES", "measured_save_secs", "stop_deadline", "warn_of_tight_deadline"]
@@ -55,7 +54,7 @@ def measured_save_secs(events: Sequence[Mapping[str, Any]]) -> float | None:
 def warn_of_tight_deadline(attempt: Attempt, secs: float, warn: Callable[[str], None]) -> None:
     """Rank 0, at a start: it is said and journalled where a stop couldn't save in time."""
     try:
-        measured = measured_save_secs(read_journal(attempt.store.run_dir))
+        measured = measured_save_secs(attempt.events("saved"))
     except (DistCkptError, TypeError):
         return  # a journal that can't be read is told of elsewhere
     if measured is None or _SAVES_IN_A_STOP * measured <= secs:

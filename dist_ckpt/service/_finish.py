@@ -155,7 +155,7 @@ def _answered_late(saves: Saves) -> Iterator[int]:
     """Yield the steps that earlier attempts answered a signal with after they were saved."""
     if saves.settings.export != "signal":
         return
-    for event in read_journal(saves.store.run_dir):
+    for event in read_journal(saves.store.run_dir, naming=("already_saved",)):
         if event["event"] == "already_saved" and _is_answer(event.get("reasons") or ()):
             yield event["step"]
 

@@ -169,7 +169,8 @@ def begin_policy(attempt: Attempt, comm: Comm, kept: KeptPolicy) -> None:
 
 def _look(run_dir: Path, name: str, steps: Collection[int], *, has_policy: bool) -> Past:
     try:
-        journal = read_journal(run_dir)
+        words = ("pivot", "forked", "saved") if has_policy else ("pivot", "forked")
+        journal = read_journal(history_path(run_dir, name, "journal"), naming=words)
     except NotFoundError:
         journal = []
     pivot = last_pivot(journal)

@@ -8,7 +8,6 @@ from typing import Any
 from dist_ckpt import identity
 from dist_ckpt.capture import Captured
 from dist_ckpt.comm import Comm
-from dist_ckpt.history import read_journal
 from dist_ckpt.resume import Imported, Resumed
 from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.service._attempt import Attempt
@@ -102,7 +101,7 @@ def look_for_losses(attempt: Attempt, point: ResumePoint, voice: Voice) -> None:
     """A loss file that lacks what had been logged is no fault of the state, but is said aloud."""
     saved_here = any(
         event["event"] == "saved" and event.get("id") == point.id
-        for event in read_journal(attempt.store.run_dir)
+        for event in attempt.events(point.id)
     )
     if not saved_here:
         return  # brought here from another run, whose losses stayed there

@@ -21,7 +21,7 @@ class LocalFolder:
     """A `Folder` in a file system; through ``storage`` alone.
 
     Args:
-        path: The folder; its parents are made where they are missing.
+        path: The folder, absolute; its parents are made where they are missing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -99,8 +99,12 @@ class LocalFolder:
 
     def settle(self) -> None:
         """Have the directories' names durable, up to the one that was there before."""
-        # What lies below the folder was synced with each file.
-        directory = self.path / "checkpoints"
-        for path in (directory, self.path, self.path.parent, self.path.parent.parent):
+        # What lies below the folder was synced with each file. Of its parents nobody knows which
+        # were made for it, by this call or by one that was cut off.
+        device = storage.device_of(self.path)
+        storage.sync_dir(self.path / "checkpoints")
+        for path in (self.path, *self.path.parents):
             with suppress(StorageError):  # a parent may be somebody else's
+                if storage.device_of(path) != device:
+                    break
                 storage.sync_dir(path)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 from typing import Any, Final
 
-from dist_ckpt.resume_point import ResumePoint
+from dist_ckpt.resume_point import UNFINISHED_NAME, ResumePoint
 from dist_ckpt.shipping._items import Item
 from dist_ckpt.shipping._place import HIDDEN, is_secret_name
 
@@ -26,7 +26,7 @@ __all__ = [
 #: Written last: without it, nothing was shipped.
 CONFIRMATION: Final = "confirmation.json"
 #: Written first, removed last.
-MARKER: Final = "unfinished.json"
+MARKER: Final = UNFINISHED_NAME
 RESTORE: Final = "RESTORE.md"
 SUMS: Final = "SHA256SUMS"
 

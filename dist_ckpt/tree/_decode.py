@@ -53,6 +53,8 @@ def _decode(node: JSON, get: GetTensor | None, depth: int) -> Any:
     if depth > 2 * MAX_DEPTH:
         raise _corrupt(f"is nested deeper than {2 * MAX_DEPTH} levels", "…")
     if cls is list:
+        if _LEAVES.issuperset(map(type, node)):
+            return list(node)
         return [_decode(item, get, depth + 1) for item in node]
     if cls is not dict:
         raise _corrupt(f"holds a {cls.__name__}", node)
@@ -84,7 +86,7 @@ def _decode_tag(tag: str, payload: JSON, get: GetTensor | None, depth: int) -> A
     nodes = payload if options is None else options.get("items")
     if not isinstance(nodes, list):
         raise _corrupt(f"holds a malformed {tag}", payload)
-    items = [_decode(item, get, depth + 1) for item in nodes]
+    items = _decode(nodes, get, depth)
     return _build(tag, payload, lambda _: _NODE_TAGS[tag](items, options or {}))
 
 
@@ -186,6 +188,8 @@ def _pairs(items: list[Any]) -> list[tuple[Any, Any]]:
 
 
 _CPU = torch.device("cpu")
+#: Types that stand for themselves, whatever the value.
+_LEAVES = frozenset({int, str, bool, type(None)})
 _LEAF_TAGS: dict[str, Callable[[Any], Any]] = {
     "$int": _int,
     "$float": _float,

@@ -6,7 +6,7 @@ import base64
 import json
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -25,6 +25,9 @@ from dist_ckpt.tree._tables import (
     check_tensor,
     refuse_value,
 )
+
+#: From so many values on it pays to look at all their types first.
+_MANY = 16
 
 
 def encode_tree(value: Any, *, path: str, put_tensor: PutTensor | None = None) -> JSON:
@@ -90,7 +93,12 @@ class _Encoder:
         finally:
             self.open.discard(id(value))
 
-    def items(self, values: Iterable[Any]) -> list[JSON]:
+    def items(self, values: Collection[Any]) -> list[JSON]:
+        # A generator's state is hundreds of small integers, taken at each start and each save.
+        if len(values) > _MANY and set(map(type, values)) == {int}:
+            is_exact = min(values) >= -EXACT_INT and max(values) <= EXACT_INT
+            if is_exact:
+                return list(values)
         parts = self.parts
         parts.append("")
         nodes = []

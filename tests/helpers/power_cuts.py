@@ -1,7 +1,6 @@
 """What a power cut may leave of what storage did, state by state.
 
-``Recorder`` goes into the seam of storage and remembers each operation that changes something,
-with its bytes. ``Disk`` replays such a record up to an instant: what is durable by then and what
+``Disk`` replays a record (`helpers.recording`) up to an instant: what is durable by then and what
 is still pending. ``cuts`` makes the states that a power cut at that instant may leave, under a rule
 that holds on every file system of note:
 
@@ -15,159 +14,20 @@ Nothing here knows what the files mean.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
+import operator
 import os
 import random
-import stat
-import threading
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dist_ckpt.storage import Ops
+from helpers.recording import Event
 
 EXHAUSTIVE = 8  # with so many pending operations, each combination; above, the telling ones
-_CLONE_LIMIT = 1 << 30
-
-
-@dataclass(frozen=True)
-class Event:
-    """One operation that changed something, or a mark.
-
-    Attributes:
-        op: What was done.
-        inode: The file or directory that it is about: the one that got or lost a name, or was
-            changed or synced.
-        places: The names it is about, ``(directory, name)``: the new one first.
-        offset: Of a write; the size of a truncation or reservation.
-        data: What was written.
-        text: Of a mark, and for people: the path.
-        is_dir: Whether ``inode`` is a directory.
-        time: On the clock that all processes share.
-    """
-
-    op: str
-    inode: int = -1
-    places: tuple[tuple[int, str], ...] = ()
-    offset: int = 0
-    data: bytes = b""
-    text: str = ""
-    is_dir: bool = False
-    time: float = 0.0
-
-
-class Recorder(Ops):
-    """Does everything as it is, below one directory remembering it in ``events``.
-
-    Files are told apart by their inode's number, the same for all processes. So the directory must
-    lie in memory (tmpfs): other file systems give a number again as soon as a file is removed.
-
-    Args:
-        root: An existing directory; what happens elsewhere isn't remembered.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self.events: list[Event] = []
-        self._root = os.path.realpath(root)
-        self._guard = threading.RLock()
-
-    # What changes names
-
-    def open(self, path: Any, flags: int, mode: int = 0o600) -> int:
-        with self._guard:
-            is_new = bool(flags & os.O_CREAT) and not os.path.lexists(path)
-            fd = super().open(path, flags, mode)
-            if is_new:
-                self._named("create", os.fstat(fd), path)
-            return fd
-
-    def mkdir(self, path: Any, mode: int) -> None:
-        with self._guard:
-            super().mkdir(path, mode)
-            self._named("mkdir", os.lstat(path), path)
-
-    def rename(self, src: Any, dst: Any) -> None:
-        with self._guard:
-            super().rename(src, dst)
-            self._named("rename", os.lstat(dst), dst, src)
-
-    def link(self, src: Any, dst: Any) -> None:
-        with self._guard:
-            super().link(src, dst)
-            self._named("link", os.lstat(dst), dst)
-
-    def unlink(self, path: Any) -> None:
-        with self._guard:
-            status = os.lstat(path)
-            super().unlink(path)
-            self._named("unlink", status, path)
-
-    def rmdir(self, path: Any) -> None:
-        with self._guard:
-            status = os.lstat(path)
-            super().rmdir(path)
-            self._named("unlink", status, path)
-
-    # What changes bytes
-
-    def pwrite(self, fd: int, data: Any, offset: int) -> int:
-        with self._guard:
-            taken = super().pwrite(fd, data, offset)
-            self._about(fd, "write", offset, bytes(memoryview(data).cast("B")[:taken]))
-            return taken
-
-    def ftruncate(self, fd: int, size_bytes: int) -> None:
-        with self._guard:
-            super().ftruncate(fd, size_bytes)
-            self._about(fd, "truncate", size_bytes)
-
-    def fallocate(self, fd: int, size_bytes: int) -> None:
-        with self._guard:
-            super().fallocate(fd, size_bytes)
-            self._about(fd, "reserve", size_bytes)
-
-    def clone(self, src_fd: int, dst_fd: int) -> None:
-        with self._guard:
-            super().clone(src_fd, dst_fd)
-            self._about(dst_fd, "write", 0, os.pread(src_fd, _CLONE_LIMIT, 0))
-
-    # What makes durable
-
-    def fsync(self, fd: int) -> None:
-        with self._guard:
-            super().fsync(fd)
-            self._about(fd, "sync")
-
-    def fdatasync(self, fd: int) -> None:
-        with self._guard:
-            super().fdatasync(fd)
-            self._about(fd, "sync")
-
-    def _named(self, op: str, status: os.stat_result, *paths: Any) -> None:
-        places = []
-        for path in paths:
-            parent, name = os.path.split(os.path.abspath(path))
-            places.append((os.stat(parent).st_ino, name))
-        text = os.path.abspath(paths[0])
-        is_dir = stat.S_ISDIR(status.st_mode)
-        self._add(Event(op, status.st_ino, tuple(places), text=text, is_dir=is_dir))
-
-    def _about(self, fd: int, op: str, offset: int = 0, data: bytes = b"") -> None:
-        path = os.readlink(f"/proc/self/fd/{fd}")
-        self._add(Event(op, os.fstat(fd).st_ino, offset=offset, data=data, text=path))
-
-    def _add(self, event: Event) -> None:
-        if event.text == self._root or event.text.startswith(self._root + "/"):
-            self.events.append(replace(event, time=time.monotonic()))
-
-
-def merge(*records: Sequence[Event]) -> list[Event]:
-    """Return the events of several processes that worked side by side, in the order of time."""
-    return sorted(itertools.chain(*records), key=lambda event: event.time)
-
 
 # The disk ----------------------------------------------------------------------------------------
 
@@ -278,8 +138,13 @@ class Disk:
                 digest.update(b"..")
             elif inode not in seen:
                 seen[inode] = len(seen)
-                digest.update(len(self.files[inode]).to_bytes(8, "little"))
-                digest.update(self.files[inode])
+                digest.update(_digest(self.files[inode]))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _digest(content: bytes) -> bytes:
+    """Return a digest; most files of a state are the very objects of the state before."""
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def _changed(content: bytes, event: Event, how: str) -> bytes:
@@ -305,10 +170,111 @@ def cuts(disk: Disk, generator: random.Random, *, at_most: int) -> Iterator[Disk
     Up to ``EXHAUSTIVE`` pending operations: every combination, or a sample of it where it has more
     than ``at_most``. Above: each beginning, all but one, only one, and a sample.
     """
-    yield _state(disk, ["lost"] * len(disk.pending))
-    yield _state(disk, ["kept"] * len(disk.pending))
-    for choice in itertools.islice(_choices(disk.pending, generator, at_most), at_most):
+    for choice in _plans(disk.pending, generator, at_most):
         yield _state(disk, choice)
+
+
+def _plans(
+    pending: Sequence[Pending], generator: random.Random, at_most: int
+) -> Iterator[Sequence[str]]:
+    yield ["lost"] * len(pending)
+    yield ["kept"] * len(pending)
+    yield from itertools.islice(_choices(pending, generator, at_most), at_most)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A state that a power cut may leave.
+
+    Attributes:
+        number: Of the last operation before it.
+        event: That operation.
+        state: What is there then.
+        fingerprint: The same for the same files.
+        told: What had been promised by then.
+    """
+
+    number: int
+    event: Event
+    state: Disk
+    fingerprint: bytes
+    told: Any
+
+    def __str__(self) -> str:
+        return f"cut after operation {self.number}, {self.event.op} {self.event.text}"
+
+
+@dataclass(frozen=True)
+class Search:
+    """Which states are looked for.
+
+    Attributes:
+        seed: For the samples.
+        at_most: States an instant, and the two plain ones.
+        sample: So many of all that differ, where there are more; None: all.
+        points: Instants to cut at, numbers of events; None: all.
+    """
+
+    seed: int
+    at_most: int
+    sample: int | None = None
+    points: Container[int] | None = None
+
+
+def each_cut(
+    start: Disk,
+    events: Sequence[Event],
+    search: Search,
+    told: Callable[[Event], Hashable] = lambda _event: None,
+) -> Iterator[Cut]:
+    """Yield each state that a power cut during these operations may leave, once.
+
+    Args:
+        start: The disk before.
+        events: What was done.
+        search: Which of them.
+        told: Given each event; returns what had been promised by then. The same files are another
+            state where more had been promised.
+    """
+    found = _search(start, events, search, told)
+    if search.sample is None:
+        for cut, _ in found:
+            yield cut
+        return
+    # Not the states themselves: there are too many of them.
+    known = [(cut.number, choice, cut.fingerprint, cut.told) for cut, choice in found]
+    chosen = known
+    if len(known) > search.sample:
+        chosen = random.Random(f"{search.seed} sample").sample(known, search.sample)
+    disk, place = start.copy(), 0
+    for number, choice, fingerprint, promised in sorted(chosen, key=operator.itemgetter(0)):
+        while place <= number:
+            disk.do(events[place])
+            place += 1
+        yield Cut(number, events[number], _state(disk, choice), fingerprint, promised)
+
+
+def _search(
+    start: Disk,
+    events: Sequence[Event],
+    search: Search,
+    told: Callable[[Event], Hashable],
+) -> Iterator[tuple[Cut, Sequence[str]]]:
+    disk, seen = start.copy(), set[tuple[bytes, Hashable]]()
+    for number, event in enumerate(events):
+        disk.do(event)
+        promised = told(event)
+        if search.points is not None and number not in search.points:
+            continue
+        generator = random.Random(f"{search.seed} {number}")
+        # Where little is pending the same is drawn again and again.
+        plans = map(tuple, _plans(disk.pending, generator, search.at_most))
+        for choice in dict.fromkeys(plans):
+            state = _state(disk, choice)
+            fingerprint = state.fingerprint()
+            if (fingerprint, promised) not in seen:
+                seen.add((fingerprint, promised))
+                yield Cut(number, event, state, fingerprint, promised), choice
 
 
 def _choices(

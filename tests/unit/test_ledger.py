@@ -27,7 +27,8 @@ from dist_ckpt.errors import (
 from dist_ckpt.storage import use_ops
 from helpers.faulty_ops import Fault, FaultyOps, RecordingOps
 from helpers.memory import in_memory
-from helpers.power_cuts import Disk, Recorder, cuts
+from helpers.power_cuts import Disk, cuts
+from helpers.recording import Recorder
 
 ROOT = Path(__file__).resolve().parents[2]
 

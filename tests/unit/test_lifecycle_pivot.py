@@ -31,7 +31,8 @@ from dist_ckpt.storage import RunLock, use_ops
 from helpers.faulty_ops import Fault, FaultyOps, RecordingOps
 from helpers.memory import in_memory
 from helpers.pivoting import Training
-from helpers.power_cuts import Disk, Recorder, cuts
+from helpers.power_cuts import Disk, cuts
+from helpers.recording import Recorder
 from helpers.run_dirs import call, snapshot_of
 
 OLD = {"floors": {"docs": 1.0}}
