@@ -8,12 +8,8 @@ from __future__ import annotations
 
 from dist_ckpt.lifecycle._fork import Forked, check_fork, fork
 from dist_ckpt.lifecycle._hold import hold_open, hold_run, last_attempt
-<<<<<<< HEAD
-from dist_ckpt.lifecycle._new_run import check_target, taken
+from dist_ckpt.lifecycle._new_run import check_target, refuse_half_a_copy, taken
 from dist_ckpt.lifecycle._origin import Origin, find_origin, past_of, pivot_due
-=======
-from dist_ckpt.lifecycle._new_run import refuse_half_a_copy
->>>>>>> cbcbccb155993b55e1abe32d3a4a55689f2a77a9
 from dist_ckpt.lifecycle._pivot import (
     Pivot,
     carry_out_pivot,

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Final
 
 from dist_ckpt import announce, storage
-<<<<<<< HEAD
 from dist_ckpt.canonical import step_name
 from dist_ckpt.errors import (
     DistCkptError,
@@ -23,10 +22,6 @@ from dist_ckpt.errors import (
     StorageError,
 )
 from dist_ckpt.generations import GenerationStore, SingleGeneration, StoredGenerations
-=======
-from dist_ckpt.errors import DistCkptError
-from dist_ckpt.generations import GenerationStore
->>>>>>> cbcbccb155993b55e1abe32d3a4a55689f2a77a9
 from dist_ckpt.history import History, history_path, read_journal, run_name
 from dist_ckpt.lifecycle._rewind import finish_rewind, is_rewinding
 
@@ -205,18 +200,9 @@ def hold_open(run_dir: Path, command: str) -> Iterator[tuple[GenerationStore, Hi
         yield store, history
 
 
-<<<<<<< HEAD
-def last_attempt(run_dir: Path) -> int:
-    """Return the number of the newest attempt, 0 where there was none."""
-    attempts = [_told_attempt(run_dir) or 0]
-=======
 def last_attempt(run_dir: Path, name: str | None = None) -> int:
     """Return the number of the newest attempt, 0 where there was none; ``name`` is the run's."""
-    attempts = [0]
-    with contextlib.suppress(DistCkptError, ValueError, TypeError, KeyError):
-        data = storage.read_file(run_dir / _RUN_FILE, limit_bytes=_RUN_FILE_LIMIT_BYTES)
-        attempts.append(int(json.loads(data)["attempt"]))
->>>>>>> cbcbccb155993b55e1abe32d3a4a55689f2a77a9
+    attempts = [_told_attempt(run_dir) or 0]
     with contextlib.suppress(DistCkptError):
         path = history_path(run_dir, name or run_name(run_dir), "journal")
         begun = read_journal(path, naming=("attempt_started",))
