@@ -151,3 +151,26 @@ def test_metrics_are_read_as_the_losses_are(tmp_path: Path) -> None:
     assert [line["step"] for line in parse_metrics(path.read_bytes())] == [1, 2]
     assert metrics.steps_after(1) == {2}
     metrics.close()
+
+
+def test_only_events_whose_lines_name_a_word_are_read_and_a_torn_end_is_passed_over() -> None:
+    lines = [
+        b'{"event": "saved", "step": 1, "id": "a1"}\n',
+        b'{"event":"resumed","id":"a1"}\n',
+        b"half of an event saved\n",
+        b'{"event": "saved", "step": 2, "id": "b2"}\n',
+        b'{"event": "saved", "st',
+    ]
+    data = b"".join(lines)
+    assert [event["event"] for event in parse_journal(data, naming=("resumed",))] == ["resumed"]
+    found = parse_journal(data, naming=("a1", "b2"))
+    assert [(event["event"], event["step"]) for event in found] == [
+        ("saved", 1),
+        ("resumed", None),
+        ("saved", 2),
+    ]
+    named = parse_journal(data, naming=("saved",))
+    assert [event["event"] for event in named] == ["saved", "unreadable", "saved"]
+    assert named[1]["line"] == 3
+    assert parse_journal(data, naming=("rewound",)) == []
+    assert len(parse_journal(data)) == 4

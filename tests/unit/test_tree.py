@@ -338,3 +338,15 @@ def test_equal_sets_give_equal_text() -> None:
     one = encode_tree(set(names), path="v")
     two = encode_tree(set(backwards), path="v")
     assert one == two
+
+
+@pytest.mark.parametrize(
+    "last", [0, 2**53, 2**53 + 1, -(2**53) - 1, True, None, 0.5, math.inf, "x"]
+)
+def test_a_long_list_of_integers_is_kept_as_a_short_one_is(last: Any) -> None:
+    for length in (3, 40):
+        value = (3, [*range(length), last], None)
+        decoded = decode_tree(json.loads(json.dumps(encode_tree(value, path="x"), allow_nan=False)))
+        assert decoded == value
+        assert [type(item) for item in decoded[1]] == [type(item) for item in value[1]]
+    assert encode_tree([*range(40)], path="x") == [*range(40)]
