@@ -18,8 +18,6 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from dist_ckpt.errors import CorruptFileError, SettingError
 from dist_ckpt.slices import ByteRange
 
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator
 
+    import numpy as np
     from numpy.typing import NDArray
 
     Float32Array = NDArray[np.float32]
@@ -52,7 +51,7 @@ _MAX_STEP: Final = 2**31 - 1
 _PARAM_BYTES: Final = 12  # weight, m and v of one parameter, float32 each
 _FLOAT_BYTES: Final = 4
 _HEADER: Final = struct.Struct("<ii")
-_DTYPE: Final = np.dtype("<f4")
+_DTYPE: Final = "<f4"
 _STEP_NAME: Final = re.compile(r"(step_([0-9]{6,}))(?:\.bin)?")
 
 
@@ -80,7 +79,7 @@ class CanonicalState:
         _check_num_params(self.weights.size)
         for name, array in (("weights", self.weights), ("m", self.m), ("v", self.v)):
             found = (array.dtype.str, array.shape)
-            expected = (_DTYPE.str, (self.weights.size,))
+            expected = (_DTYPE, (self.weights.size,))
             if found != expected:
                 message = (
                     f"{name} is {found[0]} of shape {found[1]}, "
@@ -182,7 +181,9 @@ def parse_state(
     Raises:
         CorruptFileError: As `parse_header`.
     """
-    view = data.data if isinstance(data, np.ndarray) else memoryview(data)
+    import numpy as np  # noqa: PLC0415 - looking at a run mustn't cost its import
+
+    view = memoryview(data)  # type: ignore[arg-type] # an array has a buffer, typed or not
     step, n_params = parse_header(view[:HEADER_BYTES], file_size=len(view), path=path)
     weights, m, v = (
         np.frombuffer(view, dtype=_DTYPE, count=n_params, offset=region.start)
@@ -197,6 +198,8 @@ def encode_pieces(state: CanonicalState, *, piece_bytes: int = 16 * 2**20) -> It
     Pieces are views of the state's arrays (copied only where an array isn't contiguous) of
     ``piece_bytes`` at most, so writing a state costs no second copy of it.
     """
+    import numpy as np  # noqa: PLC0415 - looking at a run mustn't cost its import
+
     yield memoryview(encode_header(state.step, state.num_params))
     for array in (state.weights, state.m, state.v):
         if array.size == 0:  # an empty memoryview can't be cast

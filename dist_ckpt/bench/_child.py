@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 import warnings
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from dist_ckpt.bench._answer import write_answer
 from dist_ckpt.bench._flat import measure_flat
 from dist_ckpt.bench._plan import decode_order
 from dist_ckpt.bench._rounds import measure_case
@@ -38,9 +39,9 @@ def main() -> None:
     elif case.state == "scale":
         found = measure_scale(case)
     else:
-        found = measure_case(case, options, folder)
+        found = measure_case(case, options, folder, partial(write_answer, Path(answer)))
     if dist.get_rank() == 0:
-        Path(answer).write_text(json.dumps(found), encoding="utf-8")
+        write_answer(Path(answer), "", found, is_all=True)
     dist.barrier()
     dist.destroy_process_group()
     time.sleep(_LAST_WAIT_SECS)

@@ -15,6 +15,9 @@ __all__ = ["TrainingState", "build_state"]
 
 _WIDTH = 768
 _PATTERN_NUMEL = 1 << 22
+_KEYS = ("step", "exp_avg", "exp_avg_sq")
+#: A parameter, its state as the optimizer holds it, and the tensors that belong in there.
+_Held = tuple[nn.Parameter, dict[str, torch.Tensor], tuple[torch.Tensor, ...]]
 
 
 @dataclass
@@ -31,12 +34,20 @@ class TrainingState:
     optimizer: torch.optim.Optimizer
     moment_dtype: torch.dtype
 
+    def __post_init__(self) -> None:
+        """Make the optimizer's state: its objects are the same ever after, as in training."""
+        self._groups = list(self.optimizer.param_groups)
+        self._held: list[_Held] = []
+        for parameter in self.model.parameters():
+            moments = [torch.empty_like(parameter, dtype=self.moment_dtype) for _ in range(2)]
+            self._held.append((parameter, {}, (torch.tensor(1.0), *moments)))
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor that must come back, by name: weights, moments, step counts."""
         for name, parameter in self.model.named_parameters():
             state = self.optimizer.state[parameter]
             yield name, parameter.detach()
-            for key in ("exp_avg", "exp_avg_sq", "step"):
+            for key in _KEYS:
                 yield f"{name}.{key}", state[key]
 
     @property
@@ -49,21 +60,18 @@ class TrainingState:
         return {name: _digest(tensor) for name, tensor in self.tensors()}
 
     def rebuild(self) -> None:
-        """Every tensor holds its first values again; moments lie in memory of their own."""
+        """Every tensor holds its first values again, and all objects are those of the start."""
         pattern = torch.randn(_PATTERN_NUMEL, generator=torch.Generator().manual_seed(0))
+        self.optimizer.param_groups = list(self._groups)
+        self.optimizer.state.clear()
         with torch.no_grad():
-            for number, parameter in enumerate(self.model.parameters()):
-                _fill(parameter.data, pattern, number)
-                moments = [
-                    _fill(torch.empty_like(parameter, dtype=self.moment_dtype), pattern, number + n)
-                    for n in (1, 2)
-                ]
-                step = torch.tensor(1.0)
-                self.optimizer.state[parameter] = {
-                    "step": step,
-                    "exp_avg": moments[0],
-                    "exp_avg_sq": moments[1],
-                }
+            for number, (parameter, state, tensors) in enumerate(self._held):
+                for shift, tensor in enumerate((parameter.data, *tensors[1:])):
+                    _fill(tensor, pattern, number + shift)
+                tensors[0].fill_(1.0)
+                state.clear()
+                state.update(zip(_KEYS, tensors, strict=True))
+                self.optimizer.state[parameter] = state
 
     def nudge(self, number: int) -> None:
         """Change a little, as an update would, without the time that one takes."""

@@ -9,14 +9,8 @@ from dist_ckpt.bench._bars import judge, median
 
 __all__ = ["describe", "spread"]
 
-_FIGURES = ("blocked", "durable", "warm", "cold")
-_HEADS = (
-    "",
-    *("blocked, s", "ratio"),
-    *("durable, s", "ratio"),
-    *("restored warm, s", "ratio"),
-    *("cold, s", "ratio"),
-)
+_SAVES = (("blocked", "blocked, s"), ("durable", "durable, s"))
+_LOADS = (("warm", "restored warm, s"), ("cold", "cold, s"))
 _LIMITS = {"blocked": "memcpy", "durable": "write", "warm": "read warm", "cold": "read cold"}
 
 
@@ -26,7 +20,7 @@ def describe(document: Mapping[str, Any]) -> str:
     libraries = ", ".join(f"{k} {v}" for k, v in machine["libraries"].items() if v)
     where = f"{machine['system']}, {machine['cpus']} CPUs, {machine['file_system']}"
     load = f"load {machine['load']:.1f} at the start"
-    how = f"Medians of up to {document['repeats']} rounds in one run of {document['secs']:.0f} s"
+    how = f"Medians of n rounds in one run of {document['secs']:.0f} s"
     lines = [
         f"{where}, {load}; Python {machine['python']}, {libraries}.",
         f"{how}, lowest to highest in brackets; ratios are to the limit in the first line.",
@@ -54,10 +48,13 @@ def _case(case: Mapping[str, Any]) -> Iterator[str]:
             "threads."
         )
         yield ""
-        yield from _saves(case)
-        if case["notes"]:
+        notes: list[str] = []
+        yield from _contenders(case, _SAVES, "limit: memcpy, O_DIRECT write", notes)
+        yield ""
+        yield from _contenders(case, _LOADS, "limit: read", notes)
+        if lines := [*notes, *(f"Note: {note}" for note in case["notes"])]:
             yield ""
-            yield from (f"Note: {note}" for note in case["notes"])
+            yield from lines
     elif "figures" in case:
         rows = [(name, spread(samples)) for name, samples in case["figures"].items()]
         yield from _markdown(("figure", "found (s, bytes)"), rows)
@@ -65,30 +62,51 @@ def _case(case: Mapping[str, Any]) -> Iterator[str]:
         yield from _plans(case["rows"])
 
 
-def _saves(case: Mapping[str, Any]) -> Iterator[str]:
+def _contenders(
+    case: Mapping[str, Any],
+    figures: Sequence[tuple[str, str]],
+    limit: str,
+    notes: list[str],
+) -> Iterator[str]:
+    """Yield one table; ``notes`` gets what is too long for its cells, each once."""
     limits = case["limits"]
-    first: list[str] = ["limit: memcpy / O_DIRECT / read"]
-    for figure in _FIGURES:
-        samples = limits.get(_LIMITS[figure])
-        first += [spread(samples), "1.0" if samples else "-"]
-    rows = [[*first, "", "-"]]
-    rows += [
-        [name.removeprefix("small "), spread(samples), _times(samples, limits, "blocked")]
-        + ["-"] * 6
-        + ["", "-"]
-        for name, samples in limits.items()
-        if name.startswith("small ")
-    ]
+    saves = figures is _SAVES
+    heads = ["", *(head for _, name in figures for head in (name, "ratio")), "n"]
+    rows = []
+    found = [limits.get(_LIMITS[figure]) for figure, _ in figures]
+    bare = [cell for samples in found for cell in (spread(samples), "1.0" if samples else "-")]
+    rows.append([limit, *bare, _count(found), *(("", "") if saves else ())])
+    for name, samples in limits.items():
+        if saves and name.startswith("small "):
+            ratio = _times(samples, limits, "blocked")
+            rows.append([name[6:], spread(samples), ratio, "-", "-", _count([samples]), "", ""])
     for name, entrant in case["contenders"].items():
+        found = [entrant["samples"].get(figure) for figure, _ in figures]
         row = [name]
-        for figure in _FIGURES:
-            samples = entrant["samples"].get(figure)
+        for (figure, _), samples in zip(figures, found, strict=True):
             row += [spread(samples), _times(samples, limits, figure)]
-        verdict = entrant["correct"] or "-"
-        if entrant["error"]:
-            verdict = f"failed: {entrant['error']}"
-        rows.append([*row, verdict, f"{entrant['stored_bytes'] / case['bytes']:.3f}"])
-    yield from _markdown((*_HEADS, "correct", "stored / state"), rows)
+        row.append(_count(found))
+        if saves:
+            row += [
+                _verdict(name, entrant, notes),
+                f"{entrant['stored_bytes'] / case['bytes']:.3f}",
+            ]
+        rows.append(row)
+    yield from _markdown([*heads, "correct", "stored / state"] if saves else heads, rows)
+
+
+def _verdict(name: str, entrant: Mapping[str, Any], notes: list[str]) -> str:
+    """Return whether what came back was right, in a word; the rest of it becomes a note."""
+    verdict, _, what = entrant["correct"].partition(": ")
+    words = [what, entrant["left_out"], entrant["error"] and f"failed: {entrant['error']}"]
+    if said := "; ".join(word for word in words if word):
+        notes.append(f"[{len(notes) + 1}] {name}: {said}")
+        return f"{verdict or '-'} [{len(notes)}]"
+    return verdict or "-"
+
+
+def _count(found: Sequence[Sequence[float] | None]) -> str:
+    return "/".join(sorted({str(len(samples or ())) for samples in found}))
 
 
 def _plans(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:

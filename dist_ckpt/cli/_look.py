@@ -21,6 +21,8 @@ from dist_ckpt.wording import counted
 
 __all__ = ["COMMANDS"]
 
+_ROW_NAMES = tuple(field.name for field in dataclasses.fields(Row))
+
 
 def ls(run: RunArgument, *, as_json: JsonOption = False) -> Answer:  # noqa: ARG001 - see JsonOption
     """List the generations of a run."""
@@ -37,7 +39,7 @@ def ls(run: RunArgument, *, as_json: JsonOption = False) -> Answer:  # noqa: ARG
 
 
 def _row_document(row: Row, now: float) -> dict[str, Any]:
-    document = dataclasses.asdict(row)
+    document = {name: getattr(row, name) for name in _ROW_NAMES}
     document["bytes"] = document.pop("num_bytes")
     document["reasons"] = list(row.reasons)
     document["age_secs"] = None if row.time is None else max(0.0, now - row.time)

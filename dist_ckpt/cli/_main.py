@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 import traceback
@@ -12,30 +13,32 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from dist_ckpt import __version__
-from dist_ckpt.cli import (
-    INTERRUPTED_STATUS,
-    _ask,
-    _bench,
-    _diff,
-    _export,
-    _import,
-    _keep,
-    _life,
-    _look,
-    _loss,
-    _pivot,
-    _prove,
-    _report,
-    _reshard,
-    _serve,
-    _ship,
-    _verify,
-)
+from dist_ckpt.cli import INTERRUPTED_STATUS
 from dist_ckpt.cli._answer import Answer, dump
 from dist_ckpt.cli._text import plain
 from dist_ckpt.errors import CorruptFileError, DistCkptError, FormatVersionError
 
 __all__ = ["carry_out"]
+
+#: Module → its commands, in the order of the list: only the module of the one wanted is imported.
+_HOMES = {
+    "_look": ("ls", "status", "show"),
+    "_verify": ("verify",),
+    "_export": ("export",),
+    "_import": ("import",),
+    "_diff": ("diff",),
+    "_ask": ("save", "stop"),
+    "_loss": ("loss",),
+    "_pivot": ("pivot",),
+    "_report": ("report",),
+    "_serve": ("serve",),
+    "_prove": ("prove",),
+    "_life": ("fork", "rewind", "undelete"),
+    "_keep": ("pin", "unpin", "prune"),
+    "_reshard": ("reshard",),
+    "_bench": ("bench",),
+    "_ship": ("ship",),
+}
 
 _FAULT_STATUS = 1
 _UNDONE_STATUS = 2
@@ -110,7 +113,7 @@ def _split(arguments: Sequence[str]) -> tuple[bool, bool, list[str]]:
 def _call(arguments: list[str], *, debug: bool, as_json: bool) -> tuple[int, str]:
     """Return the exit status and what belongs on stdout; errors in words go to stderr here."""
     try:
-        result = typer.main.get_command(_app()).main(
+        result = typer.main.get_command(_app(_wanted(arguments))).main(
             args=arguments, prog_name="dist-ckpt", standalone_mode=False
         )
         if isinstance(result, Answer):
@@ -176,32 +179,28 @@ def _make_printable(stream: TextIO) -> None:
         stream.reconfigure(errors="replace")
 
 
-def _app() -> typer.Typer:
+def _wanted(arguments: Sequence[str]) -> set[str]:
+    """Return the commands that the command line needs: all where it names none of ours."""
+    word = next((word for word in arguments if not word.startswith("-")), None)
+    if word is None and "--version" in arguments:
+        return set()
+    names = {name for words in _HOMES.values() for name in words}
+    return {word} if word in names else names
+
+
+def _app(wanted: set[str]) -> typer.Typer:
     app = typer.Typer(
         add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, help=_HELP
     )
     app.callback()(_root)
-    for module in (
-        _look,
-        _verify,
-        _export,
-        _import,
-        _diff,
-        _ask,
-        _loss,
-        _pivot,
-        _report,
-        _serve,
-        _prove,
-        _life,
-        _keep,
-        _reshard,
-        _bench,
-        _ship,
-    ):
-        for command in module.COMMANDS:
+    for home, names in _HOMES.items():
+        if wanted.isdisjoint(names):
+            continue
+        for command in importlib.import_module(f"dist_ckpt.cli.{home}").COMMANDS:
             # `import` is a word of Python's: its function has a name with a dash behind it.
-            app.command(command.__name__.rstrip("_"))(command)
+            name = command.__name__.rstrip("_")
+            if name in wanted:
+                app.command(name)(command)
     # For the list of commands; the words behind it never get here.
     app.command("run", add_help_option=False)(_run)
     return app

@@ -12,7 +12,6 @@ from typing import Any
 from dist_ckpt import storage
 from dist_ckpt.cli._text import ago, plain, size, spell_settings, table
 from dist_ckpt.errors import DistCkptError
-from dist_ckpt.export import read_bin
 from dist_ckpt.history import read_gap
 from dist_ckpt.runs import Generation, Run
 from dist_ckpt.wording import counted
@@ -22,6 +21,8 @@ __all__ = ["describe_bin", "describe_generation", "tell_bin", "tell_generation"]
 
 def describe_bin(path: Path) -> dict[str, Any]:
     """Return what the header of a canonical file says."""
+    from dist_ckpt.export import read_bin  # noqa: PLC0415 - a generation is shown without numpy
+
     state = read_bin(path)
     return {
         "path": str(path),

@@ -32,7 +32,8 @@ class Comm(Protocol):
 
         They are int64s, as many on every rank.
 
-        Collective, on the connecting thread; one all_reduce. ``phase`` names the moment in errors.
+        Collective, on the connecting thread; one all_reduce of one number where all values are 0,
+        one more where any isn't. ``phase`` names the moment in errors.
         """
 
     def mean(self, value: float, *, phase: str = "mean") -> float:

@@ -43,6 +43,8 @@ T = TypeVar("T")
 
 PREFIX = "dist_ckpt"
 NONCE_BYTES = 8
+_LARGEST = dist.AllreduceOptions()
+_LARGEST.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment] # torch's stubs disagree
 
 
 def connect_ranks(timeout_secs: float) -> RankComm:
@@ -124,7 +126,9 @@ class RankComm:
         self._lost = ""
         self._nonce = "connecting"
         self._group: dist.ProcessGroup | None = None
-        # Reused by every agreement; the array is a view of the tensor, and far cheaper to fill.
+        # Reused by every agreement; the arrays are views of the tensors, and far cheaper to fill.
+        self._word = torch.zeros(1, dtype=torch.int64)
+        self._word_view = self._word.numpy()
         self._words = torch.zeros(1, dtype=torch.int64)
         self._view = self._words.numpy()
         self._group = self._collective("connecting", self._make_group)
@@ -138,14 +142,17 @@ class RankComm:
 
     def agree(self, values: Sequence[int], *, phase: str = "agreement") -> list[int]:
         """Return the element-wise maximum over all ranks. See `Comm.agree`."""
+        # gloo takes half as long for one number as for four: mostly nobody asks for anything.
+        is_short = len(values) == 1
+        self._word_view[0] = values[0] if is_short else any(values)
+        self._take_largest(phase, self._word)
+        if is_short or not self._word_view[0]:
+            return [int(self._word_view[0])] * len(values)
         if len(values) != len(self._view):
             self._words = torch.zeros(len(values), dtype=torch.int64)
             self._view = self._words.numpy()
         self._view[:] = values
-        words = self._words
-        self._collective(
-            phase, lambda: dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self._group)
-        )
+        self._take_largest(phase, self._words)
         return [int(value) for value in self._view]
 
     def mean(self, value: float, *, phase: str = "mean") -> float:
@@ -221,6 +228,17 @@ class RankComm:
     def _forget_arrival(self) -> None:
         rank = self.rank
         self._client.call(lambda store: store.drop(f"arrival/{rank}"))
+
+    def _take_largest(self, phase: str, words: torch.Tensor) -> None:
+        def reduce() -> None:
+            group = self._group
+            if group is None or not dist.is_initialized():
+                dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)  # says what is wrong
+            else:
+                # What `dist.all_reduce` calls, without a third of its time.
+                group.allreduce([words], _LARGEST).wait()
+
+        self._collective(phase, reduce)
 
     def _all_gather(self, phase: str, mine: torch.Tensor) -> list[torch.Tensor]:
         found = [torch.empty_like(mine) for _ in range(self.world_size)]

@@ -39,7 +39,7 @@ class SingleGeneration(StoredGenerations):
         """Return the one step."""
         return [] if self._step is None else [self._step]
 
-    def _require_own(self, step: int) -> None:
+    def _require_own(self, path: Path) -> None:
         """A link is fine where somebody has named it."""
 
     def path(self, step: int) -> Path:  # noqa: ARG002 - there is one

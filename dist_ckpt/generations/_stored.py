@@ -82,12 +82,15 @@ class StoredGenerations:
             ForeignFileError: A symbolic link has the generation's name: what is verified, marked
                 and retired is in the run directory and nowhere else.
         """
-        self._require_own(step)
-        path = self.path(step) / RESUME_POINT_NAME
-        return storage.read_file(path, limit_bytes=MANIFEST_LIMIT_BYTES, from_device=from_device)
-
-    def _require_own(self, step: int) -> None:
         path = self.path(step)
+        self._require_own(path)
+        # Joined as text: pathlib's joining would be much of the time of a list of thousands.
+        path_of_file = f"{path}/{RESUME_POINT_NAME}"
+        return storage.read_file(
+            path_of_file, limit_bytes=MANIFEST_LIMIT_BYTES, from_device=from_device
+        )
+
+    def _require_own(self, path: Path) -> None:
         if stat.S_ISLNK(storage.lstat(path).st_mode):
             raise ForeignFileError(
                 f"{path} is a symbolic link, and no generation.",

@@ -8,6 +8,7 @@ step s voids all earlier entries with a step >= s. What remains therefore rises 
 from __future__ import annotations
 
 import enum
+import json
 import math
 import operator
 from array import array
@@ -45,6 +46,8 @@ class Missing(enum.Enum):
 MISSING: Final = Missing.MISSING
 _NAN: Final = math.nan  # stands for null in the index: the file itself holds finite numbers only
 _MAX_STEP: Final = 2**63 - 1
+_NUMBER_BYTES: Final = b"0123456789.e+-null"
+_BRACKETS_AS_SPACES: Final = bytes.maketrans(b"[]", b"  ")
 
 
 def encode_entry(step: int, loss: float | None) -> bytes:
@@ -80,6 +83,8 @@ def scan_loss(
     Raises:
         CorruptFileError: The bytes never were a loss file.
     """
+    if (columns := _scan_own(data)) is not None:
+        return *columns, len(data) - 1, True
     scan = scan_array(data, accept=_are_entries, what="[step, loss]", path=path)
     return *_columns(scan.items), scan.end, scan.whole
 
@@ -193,6 +198,31 @@ def _pairs(steps: array[int], losses: array[float]) -> Iterator[LossEntry]:
     return (
         (step, None if math.isnan(loss) else loss) for step, loss in zip(steps, losses, strict=True)
     )
+
+
+def _scan_own(data: bytes) -> tuple[array[int], array[float]] | None:
+    """Return the columns of a file that is whole and has our own spacing, None for any other.
+
+    Without what numbers consist of, such a file is one pattern repeated: so each entry has two
+    parts, and nothing else is anywhere. Without its brackets it is one flat JSON array, in which
+    the parser checks each part. It refuses what isn't certain, and `scan_array` decides then.
+    """
+    num_entries = data.count(b"],") + 1
+    if data.translate(None, _NUMBER_BYTES) != b"[\n[, " + b"],\n[, " * (num_entries - 1) + b"]]":
+        return None
+    try:
+        flat = json.loads(b"[" + data.translate(_BRACKETS_AS_SPACES) + b"]")
+        numbers, losses = flat[0::2], flat[1::2]
+        steps = array("q", numbers)  # refuses all but integers of 64 bits
+        if has_null := b"u" in data:
+            finite = [loss for loss in losses if loss is not None]
+            losses = [_NAN if loss is None else loss for loss in losses]
+        column = array("d", losses)
+        # What isn't finite makes every sum so: 1e999 is read as infinity.
+        is_finite = math.isfinite(sum(finite if has_null else losses))
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return (steps, column) if is_finite and min(numbers) >= 0 else None
 
 
 def _are_entries(items: list[Any]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from dist_ckpt import storage
@@ -58,19 +58,18 @@ def list_rows(store: StoredGenerations, proven: Mapping[int, str] | None = None)
     Raises:
         CorruptFileError: The file of pins isn't whole.
     """
-    pins = store.pins()
+    pins, proven = store.pins(), proven or {}
     rows = []
     for step in store.steps():
         try:
-            row = _row(store, step, pins.get(step))
-            rows.append(replace(row, proven=(proven or {}).get(step)))
+            rows.append(_row(store, step, pins.get(step), proven.get(step)))
         except DistCkptError as error:
             if not isinstance(error, NotFoundError) or storage.exists(store.path(step)):
                 rows.append(_faulty(step, pins.get(step), str(error)))
     return rows
 
 
-def _row(store: StoredGenerations, step: int, pinned: str | None) -> Row:
+def _row(store: StoredGenerations, step: int, pinned: str | None, proven: str | None) -> Row:
     data = store.manifest_bytes(step)
     verified_at = _verified_at(store, step, data)
     head = None if verified_at is None else parse_head(data)
@@ -80,7 +79,7 @@ def _row(store: StoredGenerations, step: int, pinned: str | None) -> Row:
         point = store.manifest(step)
         time, reasons, world_size = point.time, point.reasons, point.world_size
         num_bytes = point.num_bytes
-    return Row(step, time, reasons, world_size, num_bytes, verified_at, pinned)
+    return Row(step, time, reasons, world_size, num_bytes, verified_at, pinned, proven)
 
 
 def _faulty(step: int, pinned: str | None, fault: str) -> Row:
@@ -90,9 +89,8 @@ def _faulty(step: int, pinned: str | None, fault: str) -> Row:
 def _verified_at(store: StoredGenerations, step: int, manifest: bytes) -> float | None:
     # As StoredGenerations.verified_at, without reading the manifest a second time.
     try:
-        data = storage.read_file(
-            store.path(step) / VERIFIED_NAME, limit_bytes=_VERIFIED_LIMIT_BYTES
-        )
+        path = f"{store.path(step)}/{VERIFIED_NAME}"
+        data = storage.read_file(path, limit_bytes=_VERIFIED_LIMIT_BYTES)
         body = json.loads(data)
         if body["resume_point"] != storage.digest_bytes(manifest):
             return None

@@ -7,6 +7,9 @@ files are private to the user.
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from dist_ckpt.storage._append import AppendFile
 from dist_ckpt.storage._arena import Arena
 from dist_ckpt.storage._buffers import Buffers
@@ -37,14 +40,16 @@ from dist_ckpt.storage._ops import (
     round_up,
     use_ops,
 )
-from dist_ckpt.storage._read import Segment, read_segments
-from dist_ckpt.storage._read_ahead import ForwardReader
 from dist_ckpt.storage._shard import write_shard
 from dist_ckpt.storage._small import read_file, replace_durable, write_durable
 from dist_ckpt.storage._space import check_space, free_bytes
 from dist_ckpt.storage._stream import StreamWriter
-from dist_ckpt.storage._verify import map_file, sha256_file, verify_file
 from dist_ckpt.storage._write_behind import ForwardWriter
+
+if TYPE_CHECKING:
+    from dist_ckpt.storage._read import Segment, read_segments
+    from dist_ckpt.storage._read_ahead import ForwardReader
+    from dist_ckpt.storage._verify import map_file, sha256_file, verify_file
 
 __all__ = [
     "PAGE_BYTES",
@@ -91,3 +96,22 @@ __all__ = [
     "write_durable",
     "write_shard",
 ]
+
+#: Imported when they are first used: with them comes numpy, which looking at a run has no use for.
+_LATER = {
+    "ForwardReader": "_read_ahead",
+    "Segment": "_read",
+    "map_file": "_verify",
+    "read_segments": "_read",
+    "sha256_file": "_verify",
+    "verify_file": "_verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _LATER.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    globals()[name] = found
+    return found

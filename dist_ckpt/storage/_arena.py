@@ -9,8 +9,6 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from dist_ckpt.errors import StorageError, UsageError
 from dist_ckpt.storage._ops import PAGE_BYTES, round_up
 
@@ -60,6 +58,8 @@ class Arena:
         except (OSError, OverflowError, ValueError) as error:
             code = getattr(error, "errno", None) or errno.ENOMEM
             raise _refused("allocate", self.size_bytes, code) from error
+        import numpy as np  # noqa: PLC0415 - looking at a run needs none, and its import is long
+
         self._array: ByteArray | None = np.frombuffer(self._map, dtype=np.uint8)
         self._advise(
             0, self.size_bytes, _MADV_HUGEPAGE

@@ -10,7 +10,6 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
 import xxhash
 
 from dist_ckpt.errors import CorruptFileError
@@ -32,7 +31,7 @@ def piece_count(size_bytes: int) -> int:
 
 def flat(data: Bytes | AnyArray) -> memoryview:
     """Return the bytes of ``data``, without a copy."""
-    view = data.data if isinstance(data, np.ndarray) else memoryview(data)
+    view = memoryview(data)  # type: ignore[arg-type] # an array has a buffer, typed or not
     # An empty array of several dimensions can't be cast.
     return view.cast("B") if view.nbytes else memoryview(b"")
 

@@ -9,8 +9,6 @@ import time
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from filelock import FileLock, Timeout
-
 from dist_ckpt.errors import DistCkptError, LockedError, NotFoundError, UsageError
 from dist_ckpt.storage._files import open_regular, write_all
 from dist_ckpt.storage._guard import guard, named
@@ -19,6 +17,8 @@ from dist_ckpt.storage._small import read_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from filelock import FileLock
 
     from dist_ckpt.storage._types import Path
 
@@ -48,6 +48,8 @@ class RunLock:
         self._lock = self._new()
 
     def _new(self) -> FileLock:
+        from filelock import FileLock  # noqa: PLC0415 - only who takes a lock needs it
+
         return FileLock(
             self.path,
             timeout=0,
@@ -71,6 +73,8 @@ class RunLock:
             UsageError: This object holds it already.
             StorageError: The system refused, or the file system has no locks.
         """
+        from filelock import Timeout  # noqa: PLC0415 - as above
+
         if self._inode is not None:
             msg = f"{self.path} is already held by this object."
             raise UsageError(msg, next_step="Release it first.", path=self.path)

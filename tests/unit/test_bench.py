@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from dist_ckpt import bench
+from dist_ckpt.bench import _attempts, _ranks
+from dist_ckpt.bench._answer import BenchAnswer
 from dist_ckpt.bench._plan import Case, Options, decode_order, encode_order
 from dist_ckpt.bench._scale import measure_scale
+from dist_ckpt.bench._time import choose_peers, too_slow
 from dist_ckpt.cli import main
 from dist_ckpt.cli._sizes import parse_size
 from dist_ckpt.errors import IncompleteError, SettingError
@@ -45,7 +48,14 @@ def fight(ctx: RankContext, folder: str) -> Any:
     peers = {made.name: made for made in (_peers._TorchSave, Torn, Failing)}
     _rounds.PEERS = peers  # type: ignore[attr-defined, assignment]
     case = Case("two", "two ranks", "mixed", world_size=2, num_bytes=SMALL, secs=60)
-    return _rounds.measure_case(case, Options(repeats=1), Path(folder))
+    told: list[str] = []
+
+    def tell(on_turn: str, found: dict[str, Any], *, is_all: bool) -> None:
+        told.append(on_turn)
+        assert json.loads(json.dumps(found))["notes"] == []
+        assert is_all == (told.count(on_turn) > 3)  # enters, saves twice, leaves
+
+    return _rounds.measure_case(case, Options(repeats=1), Path(folder), tell)
 
 
 def test_two_ranks_are_measured_in_turn_and_torn_copies_are_told(tmp_path: Path) -> None:
@@ -85,6 +95,70 @@ def test_one_command_measures_prints_and_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["plot.svg"]
 
 
+WITH_BAD_PEERS = """
+import os, signal, threading
+from dist_ckpt.bench import _child, _peers, _rounds
+
+class Endless(_peers._TorchSave):
+    name = "endless"
+    def save(self, number):
+        if number == 1:
+            threading.Event().wait()
+        return super().save(number)
+
+class Dying(_peers._TorchSave):
+    name = "dying"
+    def save(self, number):
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().save(number)
+
+_rounds.PEERS = {made.name: made for made in (Endless, Dying)}
+_child.main()
+"""
+
+
+def test_peers_without_an_end_or_that_die_cost_nothing_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_ranks, "_CHILD", ("-c", WITH_BAD_PEERS))
+    monkeypatch.setattr(_attempts, "TURN_SECS", 3.0)
+    options = Options(["adamw"], SMALL, repeats=2, directory=tmp_path)
+    document = bench.run_bench(options, tell=lambda _: None)
+    (case,) = document["cases"]
+    found = case["contenders"]
+    assert found["endless"]["error"] == "no end within 3 s"
+    assert "SIGKILL" in found["dying"]["error"]
+    assert len(found["dist_ckpt"]["samples"]["warm"]) == 2
+    assert len(case["limits"]["memcpy"]) == 2
+    text = bench.describe(document)
+    assert "endless: failed: no end within 3 s" in text
+    assert not [*tmp_path.iterdir()]
+
+
+def test_what_is_lost_with_a_peer_is_what_it_had_yet_to_measure() -> None:
+    def entrant(correct: str) -> dict[str, Any]:
+        return {"correct": correct, "error": None, "samples": {"blocked": [1.0]} if correct else {}}
+
+    first = {"contenders": {"a b": entrant("yes"), "a c": entrant("")}, "limits": {"x": [1.0]}}
+    blamed = _attempts._blame(BenchAnswer("a b", first, is_all=False), "no end")
+    assert blamed == {"a b": "no end", "a c": "left out, as a b no end"}
+    second = {"contenders": {"ours": entrant("yes")}, "limits": {}}
+    joined = _attempts._join(first, second)
+    assert list(joined["contenders"]) == ["a b", "a c", "ours"]
+    assert joined["limits"] == {"x": [1.0]}
+
+
+def test_time_goes_to_the_limits_and_ours_first_and_then_to_the_quick() -> None:
+    peers = {"slow": 30.0, "quick": 5.0}
+    assert choose_peers(2, 4, 100.0, 10.0, peers) == {"quick", "slow"}
+    assert choose_peers(2, 4, 60.0, 10.0, peers) == {"quick"}
+    assert choose_peers(3, 3, -5.0, 10.0, peers) == set()
+    assert choose_peers(4, 2, 9.0, 10.0, peers) is None
+    assert too_slow(25.0, 100.0) is None
+    assert too_slow(26.0, 100.0) == "too slow: 26 s a round"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [case.name for case in bench.CASES])
 def test_every_case_runs_with_every_library(tmp_path: Path, name: str) -> None:
@@ -109,6 +183,7 @@ def case_of(ours: float, peer: float, *, correct: str = "yes") -> dict[str, Any]
         return {
             "correct": verdict,
             "error": None,
+            "left_out": None,
             "stored_bytes": 8,
             "samples": {"blocked": [secs], "durable": [secs]},
         }

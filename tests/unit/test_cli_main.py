@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import dist_ckpt
+from dist_ckpt.cli import _main
 from helpers.run_dirs import call, ended_run, spawn
 from helpers.trainers import ROOT
 
@@ -44,6 +46,12 @@ def test_help_lists_every_command_and_each_has_its_own() -> None:
         assert called.out.startswith(f"Usage: dist-ckpt {command} ")
         assert "--json" in called.out
         assert len(called.out.splitlines()) < 30
+
+
+def test_the_list_of_homes_is_that_of_the_modules() -> None:
+    for home, names in _main._HOMES.items():
+        module = importlib.import_module(f"dist_ckpt.cli.{home}")
+        assert names == tuple(command.__name__.rstrip("_") for command in module.COMMANDS)
 
 
 def test_the_version_is_told() -> None:
@@ -162,9 +170,9 @@ def test_a_real_ctrl_c_ends_a_waiting_command_with_130_and_no_traceback(tmp_path
     run_dir = ended_run(tmp_path)
     # No command takes long enough by itself to be met for certain.
     code = (
-        "import sys, time, dist_ckpt.cli._main as m\n"
+        "import sys, time, dist_ckpt.cli._main as m, dist_ckpt.cli._look as look\n"
         "def slow(*a, **k):\n    print('waiting', flush=True)\n    time.sleep(60)\n"
-        "m._look.list_rows = slow\n"
+        "look.list_rows = slow\n"
         f"sys.exit(m.carry_out(['ls', {str(run_dir)!r}]))\n"
     )
     process = subprocess.Popen(
@@ -222,6 +230,8 @@ for command in (["ls", run], ["status", run], ["show", run, "--tensors"],
     status = main([*command, "--json"])
     assert status == (2 if command[0] in ("save", "stop") else 0), command
     assert not {{"torch", "torchsnapshot"}} & set(sys.modules), command
+    quick = command[0] in ("ls", "status", "show")
+    assert not quick or not {{"numpy", "filelock", "rich"}} & set(sys.modules), command
 print("none", file=sys.stderr)
 """
     done = spawn(code=code)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dist_ckpt import storage
 from dist_ckpt.errors import CorruptFileError, StorageError, UsageError
-from dist_ckpt.history import MISSING, LossEntry, LossFile, canonical, parse_loss
+from dist_ckpt.history import MISSING, LossEntry, LossFile, _loss_format, canonical, parse_loss
 from dist_ckpt.history._loss_format import CanonicalIndex, encode_entry, scan_loss
 
 WHOLE = b"[\n[1, 2.5],\n[2, null],\n[3, 0.1]]"
@@ -243,6 +243,39 @@ def test_a_file_that_never_was_a_loss_file_is_refused_and_not_touched(
     assert str(path) in str(caught.value)
     with pytest.raises(CorruptFileError):
         parse_loss(data, path=path, torn_ok=True)
+
+
+NUMBERS = "0 7 -1 -0 9223372036854775807 9223372036854775808 2.5 1e5 1e999 -1e999 01 +1 .5 5. null"
+EDGES = (b"nul", b"", b"-", b"1 2", b"1,2", b"1, 2", b"[1", b"NaN", b"true", b"1\0", b"9" * 400)
+SHAPES = (
+    b"[\n[%b, %b]]",
+    b"[\n[1, 0.5],\n[%b, %b]]",
+    b"[\n[%b, %b],\n[3, null]]",
+    b"[\n[%b, %b],\n[3, 1.5]]\n",
+    b"[\n[%b,  %b]]",
+    b"[\n[%b, %b]],\n[3, 1]]",
+    b"[\n[%b, %b],\n[3, 1",
+)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_file_of_our_own_spacing_is_read_as_any_other(
+    shape: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [*NUMBERS.encode().split(), *EDGES]
+    files = [shape % (step, loss) for step in parts for loss in parts]
+
+    def read(data: bytes) -> str:
+        try:
+            return repr(scan_loss(data, path="x"))
+        except CorruptFileError as error:
+            return str(error)
+
+    found = [read(data) for data in files]
+    is_quick = [_loss_format._scan_own(data) is not None for data in files]
+    assert any(is_quick) == (shape in SHAPES[:3])
+    monkeypatch.setattr(_loss_format, "_scan_own", lambda _: None)
+    assert found == [read(data) for data in files]
 
 
 def test_a_file_written_by_another_program_is_taken_as_it_is(path: Path) -> None:
