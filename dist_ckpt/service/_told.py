@@ -12,14 +12,14 @@ __all__ = ["Told", "during", "told"]
 Told: TypeAlias = tuple[str, str]
 
 
-def told(error: Exception) -> Told:
+def told(error: BaseException) -> Told:
     """Return what went wrong on a rank as all ranks are told: what happened, and what to do."""
     if isinstance(error, DistCkptError):
         return error.message, error.next_step
     return f"{type(error).__name__}: {error}", ""
 
 
-def during(phase: str, error: Exception) -> Told:
+def during(phase: str, error: BaseException) -> Told:
     """Return the same, with the phase in which it happened."""
     what, hint = told(error)
     return f"{phase}: {what}", hint
