@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,10 @@ from dist_ckpt.export._assemble import canonical_pieces
 from dist_ckpt.export._sum import write_sum
 from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.resume_point import ResumePoint, shard_name
+
+#: Of a file that is being put together: what is on its way to the device and to its sum.
+_BUFFERS = 4
+_BUFFER_BYTES = 4 << 20
 
 __all__ = ["export_bin", "read_bin", "write_bin", "write_sum"]
 
@@ -79,9 +85,26 @@ def _write_whole(target: Path, size_bytes: int, pieces: Iterable[bytes | memoryv
     """Have a whole file at ``target``, durable, name and all; return its sha256."""
 
     def write(beside: Path) -> str:
-        with storage.StreamWriter(beside, size_bytes) as writer:
+        storage.check_space(target.parent, size_bytes)
+        at = 0
+        with (
+            closing(storage.Buffers(_BUFFERS, _BUFFERS * _BUFFER_BYTES)) as buffers,
+            ThreadPoolExecutor(_BUFFERS - 2, "dist-ckpt-write") as pool,
+            ThreadPoolExecutor(1, "dist-ckpt-sum") as hasher,
+            storage.ForwardWriter(beside, size_bytes, buffers, pool, hasher=hasher) as writer,
+        ):
             for piece in pieces:
-                writer.write(piece)
+                data = np.frombuffer(piece, np.uint8)
+                writer.write(at, data)
+                at += data.nbytes
+            if at != size_bytes:
+                raise UsageError(
+                    f"{target} was to get {size_bytes:,} bytes, not {at:,}.",
+                    next_step="Give the right size.",
+                    path=str(target),
+                    expected=size_bytes,
+                    found=at,
+                )
         return writer.sha256 or ""
 
     return _put(target, write)

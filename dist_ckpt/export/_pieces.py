@@ -43,7 +43,9 @@ class Pieces:
         self._digests = digests
         self._kept: OrderedDict[tuple[str, int], ByteArray] = OrderedDict()
         self._spare: list[ByteArray] = []
-        self._most = 1
+        # A tensor that is cut by rows goes from one file to the next, and so does the next tensor:
+        # with fewer pieces than files each of them would be read for every tensor in it.
+        self._most = min(len(digests) // 2 + 1, _MOST_PIECES)  # each rank has two
 
     def in_order(self, tensor: IndexedTensor) -> Iterator[ByteArray]:
         """Yield a tensor's bytes, row-major over the global tensor, at most 16 MiB at a time.
@@ -52,11 +54,9 @@ class Pieces:
         """
         places = [place for place in tensor.placements if place.box.numel]
         if all(place.box.sizes[1:] == tensor.shape[1:] for place in places):
-            self._most = 1
             for place in sorted(places, key=lambda place: place.box.offsets):
                 yield from self._read(place.byte_range.start, place.byte_range.stop, place.location)
             return
-        self._most = min(len({place.location for place in places}) + 1, _MOST_PIECES)
         element_bytes = dtype_size(tensor.dtype)
         for block in _blocks(tensor.shape, storage.PIECE_BYTES // element_bytes):
             yield self._assembled(block, places, element_bytes)

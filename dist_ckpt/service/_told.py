@@ -6,17 +6,23 @@ from typing import TypeAlias
 
 from dist_ckpt.errors import DistCkptError, MismatchError
 
-__all__ = ["Told", "during", "named_after"]
+__all__ = ["Told", "during", "named_after", "told"]
 
 #: What happened, and what to do about it.
 Told: TypeAlias = tuple[str, str]
 
 
-def during(phase: str, error: Exception) -> Told:
-    """Return what went wrong on a rank as all ranks are told, with the phase it happened in."""
+def told(error: BaseException) -> Told:
+    """Return what went wrong on a rank as all ranks are told: what happened, and what to do."""
     if isinstance(error, DistCkptError):
-        return f"{phase}: {error.message}", error.next_step
-    return f"{phase}: {type(error).__name__}: {error}", ""
+        return error.message, error.next_step
+    return f"{type(error).__name__}: {error}", ""
+
+
+def during(phase: str, error: BaseException) -> Told:
+    """Return the same, with the phase in which it happened."""
+    what, hint = told(error)
+    return f"{phase}: {what}", hint
 
 
 def named_after(phase: str, error: MismatchError) -> MismatchError:

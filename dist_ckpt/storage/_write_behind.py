@@ -1,11 +1,14 @@
 """Files written from front to back in bounded memory, behind whoever gives the bytes. Layer 2, I/O.
 
-The other end of a copy that `_read_ahead` begins. Digests are taken of what is written.
+The other end of a copy that `_read_ahead` begins. Digests are taken of what is written; SHA-256,
+far slower than the others, on a thread of its own.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+from concurrent.futures import wait
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -32,22 +35,34 @@ __all__ = ["ForwardWriter"]
 class ForwardWriter:
     """Context manager: a new file written from front to back; durable once left without an error.
 
-    Left by an exception, the file is gone. Its mode is 0400. ``digest`` tells what was written.
-    Holds one buffer, and one for each write under way. One thread.
+    Left by an exception, the file is gone. Its mode is 0400. ``digest`` tells what was written, and
+    ``sha256``, where it was wanted. Holds one buffer, and one for each write under way. One thread.
 
     Args:
         path: Must not exist.
         size_bytes: What it will have; bytes that nobody gives are zeros.
         buffers: Where chunks lie.
         pool: Writes behind.
+        hasher: Of one thread, computes the SHA-256; None for none.
 
     Raises:
         StorageError, NoSpaceError: On entering, writing or leaving.
     """
 
-    def __init__(self, path: Path, size_bytes: int, buffers: Buffers, pool: Executor) -> None:
+    def __init__(
+        self,
+        path: Path,
+        size_bytes: int,
+        buffers: Buffers,
+        pool: Executor,
+        *,
+        hasher: Executor | None = None,
+    ) -> None:
         self.path = os.fspath(path)
         self.digest: FileDigest | None = None
+        self.sha256: str | None = None
+        self._hasher = hasher
+        self._sha256 = hashlib.sha256()
         self._size_bytes = size_bytes
         self._buffers = buffers
         self._pool = pool
@@ -121,6 +136,7 @@ class ForwardWriter:
                 with guard("truncate", self.path):
                     get_ops().ftruncate(self._fd, self._size_bytes)
         self.digest = FileDigest.from_pieces(self._size_bytes, self._pieces)
+        self.sha256 = self._sha256.hexdigest() if self._hasher is not None else None
 
     def _skip(self, at: int) -> None:
         while self._end < at:
@@ -153,11 +169,15 @@ class ForwardWriter:
             self._pieces.append(self._hash.hexdigest())
             self._hash.reset()
         file, buffers = self._file, self._buffers
+        hashed: list[Future[None]] = []
+        if self._hasher is not None:
+            hashed.append(self._hasher.submit(self._sha256.update, buffer[: stop - start].data))
 
         def work() -> None:
             try:
                 file.put(buffer.data, start, stop)
             finally:
+                wait(hashed)
                 buffers.give(buffer)
 
         for write in [write for write in self._writes if write.done()]:

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from dist_ckpt.export import canonical_pieces, export_bin, read_bin, write_bin, 
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.layout import plan_layout
 from dist_ckpt.slices import Box, Role, TensorSpec
-from dist_ckpt.storage import PIECE_BYTES, use_ops
+from dist_ckpt.storage import PIECE_BYTES, Ops, use_ops
 from helpers.faulty_ops import Fault, FaultyOps, RecordingOps
 from helpers.generating import Part, adam_part, change_byte, live, write_generation
 
@@ -194,6 +194,23 @@ def test_a_tensor_larger_than_a_piece_is_whole(tmp_path: Path) -> None:
     part = adam_part({"w": torch.arange(float(rows * 8)).reshape(rows, 8), "b": torch.ones(3)})
     alone = hashlib.sha256(exported(tmp_path / "one", [part])).hexdigest()
     assert hashlib.sha256(exported(tmp_path / "two", [part] * 2)).hexdigest() == alone
+
+
+def test_each_piece_is_read_once_however_many_tensors_lie_in_it(tmp_path: Path) -> None:
+    class Counting(Ops):
+        num_bytes = 0
+
+        def preadv(self, fd: int, buffers: Sequence[bytearray | memoryview], offset: int) -> int:
+            taken = super().preadv(fd, buffers, offset)
+            self.num_bytes += taken
+            return taken
+
+    part = adam_part({f"w{number}": torch.ones(256, 512) for number in range(40)})
+    point = write_generation(tmp_path, [part] * 2)
+    with use_ops(Counting()) as ops:
+        size = sum(len(piece) for piece in canonical_pieces(GenerationStore(tmp_path), point))
+    assert isinstance(ops, Counting)
+    assert size <= ops.num_bytes < 1.1 * size  # the rest is the index
 
 
 def test_no_piece_is_larger_than_two_of_the_files(tmp_path: Path) -> None:

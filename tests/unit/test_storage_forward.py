@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 from collections.abc import Iterator
@@ -138,6 +139,19 @@ def test_what_is_written_is_there_with_zeros_in_between_and_its_digest(
     assert path.read_bytes() == wanted
     assert writer.digest == FileDigest.of(wanted)
     assert path.stat().st_mode & 0o777 == 0o400
+    for _ in range(6):
+        buffers.take()  # all came back
+
+
+def test_the_sum_is_taken_beside_the_writing(
+    tmp_path: Path, content: bytes, buffers: Buffers, pool: ThreadPoolExecutor
+) -> None:
+    with (
+        ThreadPoolExecutor(1) as hasher,
+        ForwardWriter(tmp_path / "new", SIZE, buffers, pool, hasher=hasher) as writer,
+    ):
+        writer.write(0, np.frombuffer(content, np.uint8))
+    assert writer.sha256 == hashlib.sha256(content).hexdigest()
     for _ in range(6):
         buffers.take()  # all came back
 
