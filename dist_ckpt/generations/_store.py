@@ -44,13 +44,22 @@ class GenerationStore(StoredGenerations):
         run_dir: The run directory; needn't exist for reading to answer "none".
     """
 
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(run_dir)
+        self._is_durable = False
+
     def create(self) -> None:
         """Have the run directory and ``checkpoints/``, each found again after a power cut.
 
         A generation is no more durable than the names that lead to it.
         """
-        _make_durable(self.run_dir.parent, mode=0o777)
-        _make_durable(self.directory)
+        if self._is_durable and storage.exists(self.directory):
+            return
+        storage.make_dir(self.run_dir.parent, 0o777, exist_ok=True, parents=True)
+        storage.make_dir(self.run_dir, exist_ok=True)
+        storage.make_dir(self.directory, exist_ok=True)
+        _sync_names(self.directory)
+        self._is_durable = True
 
     def prepare(self, step: int, save_id: str) -> Path:
         """Return a fresh temporary directory for the files of a save.
@@ -192,8 +201,7 @@ class GenerationStore(StoredGenerations):
 
     def make_home(self, home: str) -> Path:
         """Return ``archive/HOME/``, made if need be, its name durable."""
-        _make_durable(self.archive / home)
-        return self.archive / home
+        return self._durable_home(self.archive / home)
 
     def archived(self) -> list[tuple[str, int]]:
         """Return ``(home, step)`` of each generation in ``archive/HOME/``, ascending by step."""
@@ -234,7 +242,12 @@ class GenerationStore(StoredGenerations):
         while any(storage.exists(home / name) for name in names):
             number += 1
             home = self.archive / f"{label}-{number}"
-        _make_durable(home)
+        return self._durable_home(home)
+
+    def _durable_home(self, home: Path) -> Path:
+        storage.make_dir(self.archive, exist_ok=True)
+        storage.make_dir(home, exist_ok=True)
+        _sync_names(home)
         return home
 
     def _bin_files(self, step: int) -> tuple[Path, Path]:
@@ -259,15 +272,20 @@ class GenerationStore(StoredGenerations):
         return removed
 
 
-def _make_durable(directory: Path, mode: int = 0o700) -> None:
-    """Have a directory whose name is durable, and so are those of the parents made for it."""
-    if storage.exists(directory):
-        return
-    _make_durable(directory.parent, mode)
-    storage.make_dir(directory, mode, exist_ok=True)
-    try:
-        storage.sync_dir(directory.parent)
-    except StorageError as error:
-        # Others' directory, where one may write but not look: nothing more can be done.
-        if error.errno != errno.EACCES:
-            raise
+def _sync_names(directory: Path) -> None:
+    """The names that lead to a directory are durable, also those that others made.
+
+    An attempt that was killed between making a directory and syncing its name leaves one that is
+    there and may be gone after a power cut.
+    """
+    place = Path(os.path.realpath(directory))
+    device = storage.device_of(place)
+    for parent in place.parents:
+        try:
+            if storage.device_of(parent) != device:
+                return
+            storage.sync_dir(parent)
+        except StorageError as error:
+            # Others' directory, where one may write but not look: nothing more can be done.
+            if error.errno != errno.EACCES:
+                raise

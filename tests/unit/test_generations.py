@@ -118,10 +118,27 @@ def test_a_parent_that_may_not_be_looked_into_is_no_reason_to_fail(run_dir: Path
 
 def test_a_later_save_costs_no_sync_of_the_parents(run_dir: Path) -> None:
     store = made(run_dir, 100)
+    store.prepare(200, "0" * 8)
     with use_ops(RecordingOps()) as ops:
-        store.prepare(200, "0" * 8)
+        store.prepare(300, "0" * 8)
     assert isinstance(ops, RecordingOps)
     assert ops.of("fsync") == []
+
+
+def test_names_that_a_killed_attempt_made_and_did_not_sync_are_made_durable(run_dir: Path) -> None:
+    """It was killed between mkdir and sync; the next one finds them, and a power cut takes them."""
+    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / "archive/rewound_000100").mkdir(parents=True)
+    for make in (
+        lambda: GenerationStore(run_dir).create(),
+        lambda: GenerationStore(run_dir).make_home("rewound_000100"),
+    ):
+        with use_ops(RecordingOps()) as ops:
+            make()
+        assert isinstance(ops, RecordingOps)
+        synced = {call.path for call in ops.of("fsync")}
+        assert {str(run_dir), str(run_dir.parent), str(run_dir.parent.parent)} <= synced
+    assert str(run_dir / "archive") in synced
 
 
 def test_committed_files_are_read_only_for_the_user_alone(run_dir: Path) -> None:
