@@ -14,7 +14,7 @@ from typing import Any
 
 from dist_ckpt.bench._answer import BenchAnswer, read_answer
 from dist_ckpt.bench._plan import Case, Options, encode_order
-from dist_ckpt.bench._ranks import run_ranks
+from dist_ckpt.bench._ranks import TIME_IS_UP, run_ranks
 
 __all__ = ["LIMITS", "measure", "remove_tree"]
 
@@ -49,7 +49,8 @@ def measure(case: Case, options: Options, folder: Path) -> dict[str, Any]:
             found = _join(found, answer.found)
         if not why:
             break
-        if answer is None or answer.is_all or not answer.on_turn:
+        if answer is None or answer.is_all or not answer.on_turn or why == TIME_IS_UP:
+            # Nobody in particular is to blame; what there is stays.
             found.setdefault("notes", []).append(f"The ranks' end: {why}")
             break
         lost |= _blame(answer, why)

@@ -13,7 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-__all__ = ["run_ranks"]
+__all__ = ["TIME_IS_UP", "run_ranks"]
+
+TIME_IS_UP = "its time was up"
 
 _CHILD = ("-m", "dist_ckpt.bench._child")
 #: The others of a rank that failed notice it, or don't.
@@ -98,7 +100,7 @@ def _wait(
         if failed is not None and now - failed > _OTHERS_SECS:
             break
         if now > deadline:
-            return "its time was up"
+            return TIME_IS_UP
         if now - since > (limit := patience()):
             return f"no end within {limit:.0f} s"
         time.sleep(0.05)

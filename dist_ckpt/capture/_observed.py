@@ -97,12 +97,20 @@ def _is_comparable(tensor: torch.Tensor) -> bool:
 
 
 def _facts(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:
-    # Columns: few passes by comprehension are quicker than a tuple for each tensor. Of complex
+    # Columns: few passes by comprehension are quicker than a tuple for each tensor. Shapes a
+    # dimension at a time, since making a `torch.Size` takes longer than all the rest. Of complex
     # tensors, which may be conjugated lazily, none is comparable.
+    strides = [tensor.stride() for tensor in tensors]
+    sizes, rest, depths = [], tensors, list(map(len, strides))
+    for dim in range(max(depths, default=0)):
+        if not all(depth > dim for depth in depths):
+            rest = [tensor for tensor, depth in zip(rest, depths, strict=True) if depth > dim]
+            depths = [depth for depth in depths if depth > dim]
+        sizes.append([tensor.size(dim) for tensor in rest])
     return (
         [tensor.data_ptr() for tensor in tensors],
-        [tensor.shape for tensor in tensors],
-        [tensor.stride() for tensor in tensors],
+        strides,
+        sizes,
         [tensor.dtype for tensor in tensors],
         [tensor.is_neg() for tensor in tensors],
     )

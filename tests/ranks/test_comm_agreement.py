@@ -56,6 +56,9 @@ def body_values(ctx: RankContext) -> dict[str, Any]:
             comm.agree([ctx.rank, -ctx.rank, 2**62 + ctx.rank]),
             comm.agree([5 - ctx.rank]),
             comm.agree([-(2**63), ctx.rank, 7]),
+            comm.agree([0, 0, 0]),
+            comm.agree([0, 0, 9 if ctx.rank == 1 else 0]),
+            comm.agree([0, -1 if ctx.rank == 1 else 0]),
         ],
         "mean": comm.mean(0.1 * (ctx.rank + 1)),
         "nan": math.isnan(comm.mean(math.nan if ctx.rank == 1 else 1.0)),
@@ -89,7 +92,7 @@ def test_every_rank_holds_the_same_after_a_collective(store: str) -> None:
         value = result.value
         assert value.pop("together") == rank * 10
         assert value == {
-            "max": [[2, 0, 2**62 + 2], [5], [-(2**63), 2, 7]],
+            "max": [[2, 0, 2**62 + 2], [5], [-(2**63), 2, 7], [0, 0, 0], [0, 0, 9], [0, 0]],
             "mean": pytest.approx(0.2, rel=1e-15),
             "nan": True,
             "gather": [[0, 0], [70_000, 1], [140_000, 1]],

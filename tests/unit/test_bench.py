@@ -136,6 +136,23 @@ def test_peers_without_an_end_or_that_die_cost_nothing_of_the_others(
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_case_whose_time_is_up_keeps_what_there_is_and_blames_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"contenders": {"peer": {"correct": "yes", "error": None, "samples": {}}}, "notes": []}
+
+    def ends(*_: object, **__: object) -> tuple[str, BenchAnswer]:
+        runs.append(1)
+        return _ranks.TIME_IS_UP, BenchAnswer("peer", told, is_all=False)
+
+    runs: list[int] = []
+    monkeypatch.setattr(_attempts, "_attempt", ends)
+    found = _attempts.measure(bench.CASES[0], Options(), tmp_path / "case")
+    assert runs == [1]
+    assert found["contenders"]["peer"]["error"] is None
+    assert found["notes"] == ["The ranks' end: its time was up"]
+
+
 def test_what_is_lost_with_a_peer_is_what_it_had_yet_to_measure() -> None:
     def entrant(correct: str) -> dict[str, Any]:
         return {"correct": correct, "error": None, "samples": {"blocked": [1.0]} if correct else {}}

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dist_ckpt.capture import Captured, LiveTensor
+from dist_ckpt.capture._observed import Observed
 
 Strike = Callable[[nn.Sequential, torch.optim.Optimizer], None]
 
@@ -209,3 +210,18 @@ def test_memory_of_an_optimizer_that_makes_new_moments_is_not_held() -> None:
     for state in optimizer.state.values():
         state["exp_avg"] = state["exp_avg"] + 1
     assert gone() is None
+
+
+def test_another_shape_of_the_same_memory_and_strides_is_seen() -> None:
+    memory = torch.zeros(8)
+    parameter = nn.Parameter(memory.as_strided((1, 4), (2, 1)))
+    scalar = nn.Parameter(torch.tensor(1.0))
+    seen = Observed([parameter, scalar], [parameter, scalar])
+    assert seen.is_whole
+    assert seen.lies_as_before()
+    parameter.data = memory.as_strided((2, 2), (2, 1))
+    assert not seen.lies_as_before()
+    parameter.data = memory.as_strided((1, 4), (2, 1))
+    assert seen.lies_as_before()
+    scalar.data = scalar.data.view(1)
+    assert not seen.lies_as_before()
