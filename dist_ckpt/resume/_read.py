@@ -39,13 +39,18 @@ class Reader:
     Args:
         store: The run's generations.
         point: The checked resume point.
+        is_shared: Other ranks read the same files: through the page cache, so that one of them
+            brings it there for all.
 
     Attributes:
         index: key → tensor, tied ones under each of their keys.
     """
 
-    def __init__(self, store: StoredGenerations, point: ResumePoint) -> None:
+    def __init__(
+        self, store: StoredGenerations, point: ResumePoint, *, is_shared: bool = False
+    ) -> None:
         self._point = point
+        self._is_shared = is_shared
         self._directory = store.path(point.step)
         self._digests = store.digests(point)
         self.index = store.index(point)
@@ -205,7 +210,7 @@ class Reader:
             path = self._directory / name
             segments = sorted(file.segments, key=lambda segment: segment.offset)
             try:
-                storage.read_segments(path, segments, digest)
+                storage.read_segments(path, segments, digest, direct=not self._is_shared)
             except UsageError as error:
                 raise CorruptFileError(
                     f"Tensors overlap in {path}: {error.message}",

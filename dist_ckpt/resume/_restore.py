@@ -121,7 +121,9 @@ class Restore:
         chosen(point)
         same_size = point.world_size == comm.world_size
         own_rank = comm.rank if same_size else 0
-        reader = self._together("index", lambda: Reader(self._store, point))
+        reader = self._together(
+            "index", lambda: Reader(self._store, point, is_shared=comm.world_size > 1)
+        )
         told = self._together("values", lambda: self._inherit(reader, point, own_rank))
         self._together("read", lambda: self._read_tensors(reader, point, told))
         self._together("shared values", lambda: self._load_shared(told))

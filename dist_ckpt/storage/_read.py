@@ -2,7 +2,8 @@
 
 With a digest every piece that is touched is read whole and compared: what lies between the targets
 goes into a scratch buffer, and the piece is hashed in the order of the file over targets and
-scratch just filled, without a second copy.
+scratch just filled, without a second copy. A piece that isn't in the page cache is read past it, by
+more threads, and copied: from most devices that is far quicker.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import numpy as np
 import xxhash
 
 from dist_ckpt.errors import DigestMismatchError, UsageError
+from dist_ckpt.storage._arena import Arena
+from dist_ckpt.storage._digest import digest_piece
+from dist_ckpt.storage._direct import DirectReader
 from dist_ckpt.storage._files import IOV_MAX, ends_early, fill, open_regular
-from dist_ckpt.storage._ops import PIECE_BYTES
+from dist_ckpt.storage._ops import PIECE_BYTES, get_ops
 from dist_ckpt.storage._pool import for_each
 from dist_ckpt.storage._shard import check_threads
 
@@ -56,6 +60,7 @@ def read_segments(
     digest: FileDigest | None,
     *,
     threads: int = 2,
+    direct: bool = False,
     path_label: str | None = None,
 ) -> None:
     """Return when every target holds its bytes and every touched piece was as it must be.
@@ -66,7 +71,10 @@ def read_segments(
         path: The file.
         segments: In the order of the file, not overlapping; gaps are fine.
         digest: What the file must be; without it, nothing but the size is checked.
-        threads: How many read, the calling one included. Any thread may call.
+        threads: How many read, the calling one included; twice as many, each with a buffer of 16
+            MiB, past the page cache. Any thread may call.
+        direct: With a digest, read past the page cache what isn't in it. Not where several
+            processes read the same file: the cache has it for all of them.
         path_label: What to call the file in errors.
 
     Raises:
@@ -90,8 +98,15 @@ def read_segments(
         if digest is None:
             for_each(plan.pieces(), lambda: _unchecked(fd, plan), threads)
         else:
-            checked = digest
-            for_each(plan.pieces(), lambda: _checked(fd, plan, checked), threads)
+            checked, pieces = digest, plan.pieces()
+            cold = _cold_pieces(fd, pieces) if direct else set()
+            warm = [piece for piece in pieces if piece not in cold]
+            for_each(warm, lambda: _checked(fd, plan, checked), threads)
+            if cold:
+                # A descriptor of its own: whether it is direct belongs to the open file.
+                with open_regular(path) as (other, _):
+                    file = DirectReader(other, label, size, direct=True)
+                    for_each(sorted(cold), lambda: _bounced(file, plan, checked), 2 * threads)
 
 
 class _Plan:
@@ -173,6 +188,28 @@ def _checked(fd: int, plan: _Plan, digest: FileDigest) -> Callable[[int], None]:
                 hasher.update(buffer)
             at += sum(map(len, turn))
         require_same(plan.label, piece, digest, hasher.hexdigest())
+
+    return read_piece
+
+
+def _cold_pieces(fd: int, pieces: Sequence[int]) -> set[int]:
+    """Return the pieces whose first byte isn't in the page cache."""
+    is_cached = get_ops().is_cached
+    return {piece for piece in pieces if not is_cached(fd, piece * PIECE_BYTES)}
+
+
+def _bounced(file: DirectReader, plan: _Plan, digest: FileDigest) -> Callable[[int], None]:
+    arena = Arena(min(PIECE_BYTES, digest.size_bytes))
+    buffer = arena.array
+
+    def read_piece(piece: int) -> None:
+        start, stop = digest.piece_range(piece)
+        file.fill(buffer.data, start, stop)
+        require_same(plan.label, piece, digest, digest_piece(buffer[: stop - start]))
+        for begin, end, target in plan.parts(start, stop):
+            if target is not None:
+                # By numpy, which lets go of the GIL.
+                np.copyto(np.frombuffer(target, np.uint8), buffer[begin - start : end - start])
 
     return read_piece
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +21,7 @@ from dist_ckpt.errors import (
     StorageError,
     UsageError,
 )
-from dist_ckpt.storage import PIECE_BYTES, FileDigest, Segment, read_segments, use_ops
+from dist_ckpt.storage import PIECE_BYTES, FileDigest, Ops, Segment, read_segments, use_ops
 from helpers.faulty_ops import Fault, FaultyOps, RecordingOps
 
 SIZE = 2 * PIECE_BYTES + 1_234_567
@@ -252,3 +255,75 @@ def test_100_000_small_tensors_are_read_a_thousand_at_a_time(tmp_path: Path) -> 
         read_segments(saved.path, segments, saved.digest)
     np.testing.assert_array_equal(target, saved.data)
     assert 0 < len(ops.of("preadv")) < len(segments) / 500
+
+
+class Cold(Ops):
+    """Pieces with these numbers aren't in the page cache; notes what is read past it."""
+
+    def __init__(self, *cold: int) -> None:
+        self.cold = cold
+        self.direct: set[int] = set()
+        self.past: list[int] = []
+
+    def is_cached(self, fd: int, offset: int) -> bool:
+        del fd
+        return offset // PIECE_BYTES not in self.cold
+
+    def set_direct(self, fd: int, on: bool) -> None:
+        super().set_direct(fd, on)
+        if on:
+            self.direct.add(fd)
+
+    def preadv(self, fd: int, buffers: Sequence[bytearray | memoryview], offset: int) -> int:
+        if fd in self.direct:
+            self.past.append(offset // PIECE_BYTES)
+        return super().preadv(fd, buffers, offset)
+
+    def close(self, fd: int) -> None:
+        self.direct.discard(fd)
+        super().close(fd)
+
+
+def read_direct(saved: Saved, ranges: list[tuple[int, int]], ops: Ops) -> list[np.ndarray]:
+    targets = [np.zeros(stop - start, np.uint8) for start, stop in ranges]
+    segments = [Segment(a, t.data, b - a) for (a, b), t in zip(ranges, targets, strict=True)]
+    with use_ops(ops):
+        read_segments(saved.path, segments, saved.digest, direct=True)
+    return targets
+
+
+@pytest.mark.parametrize("ranges", RANGES.values(), ids=RANGES)
+def test_what_isnt_cached_is_read_past_the_cache_with_the_same_bytes(
+    ranges: list[tuple[int, int]], saved: Saved
+) -> None:
+    ops = Cold(1, 2)
+    for (start, stop), found in zip(ranges, read_direct(saved, ranges, ops), strict=True):
+        assert (found == saved.data[start:stop]).all()
+    touched = {at // PIECE_BYTES for start, stop in ranges for at in range(start, stop, 4096)}
+    touched |= {(stop - 1) // PIECE_BYTES for start, stop in ranges if stop > start}
+    assert set(ops.past) == touched & {1, 2}
+
+
+def test_a_flipped_bit_is_found_past_the_cache_too(tmp_path: Path) -> None:
+    saved = Saved(tmp_path / "a.shard")
+    saved.flip(PIECE_BYTES + 5)
+    ops = Cold(0, 1, 2)
+    with pytest.raises(DigestMismatchError) as caught:
+        read_direct(saved, [(0, SIZE)], ops)
+    assert caught.value.piece == 1
+    assert 1 in ops.past
+
+
+def test_where_direct_reads_are_refused_a_cold_piece_comes_through_the_cache(saved: Saved) -> None:
+    class Refusing(Cold):
+        num_refused = 0
+
+        def set_direct(self, fd: int, on: bool) -> None:
+            del fd, on
+            self.num_refused += 1
+            raise OSError(errno.EINVAL, "no")
+
+    ops = Refusing(0, 1, 2)
+    (found,) = read_direct(saved, [(0, SIZE)], ops)
+    assert (found == saved.data).all()
+    assert ops.num_refused
