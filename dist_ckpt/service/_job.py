@@ -30,7 +30,7 @@ from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.service._provenance import Provenance
 from dist_ckpt.service._settings import Settings
 from dist_ckpt.service._told import Told, during
-from dist_ckpt.staging import CopyFailedError, Writable
+from dist_ckpt.staging import Writable
 
 __all__ = ["Job", "Outcome", "Saves", "Where", "run_job"]
 
@@ -42,7 +42,7 @@ _UNTOUCHED = "Earlier generations are untouched; the next save tries again."
 
 @dataclass(frozen=True)
 class Job:
-    """One save, staged: its bytes are copied while it begins.
+    """One save, staged.
 
     Attributes:
         step: Finished updates.
@@ -54,7 +54,7 @@ class Job:
         index: Bytes of ``.snapshot_metadata``.
         deadline: time.monotonic() by which a stop must be over; None for no hurry.
         point: Makes the resume point of ``files`` (name → digest as JSON) and ``notes``; rank 0.
-        blocked_secs: How long training waited for it; called once all is written.
+        blocked_secs: How long training waited for it.
         policy: What ``NAME.state.json`` is to hold; rank 0, None without a policy.
     """
 
@@ -67,7 +67,7 @@ class Job:
     index: bytes
     deadline: float | None
     point: Callable[[Mapping[str, Any], Mapping[str, Any]], ResumePoint]
-    blocked_secs: Callable[[], float]
+    blocked_secs: float = 0.0
     policy: bytes | None = None
 
 
@@ -211,15 +211,12 @@ def _write(saves: Saves, job: Job, directory: Path) -> bytes:
         fault = job.fault or ("nothing was staged", "")
         return json.dumps({"error": fault, "files": {}}).encode()
     try:
-        limit_secs = saves.settings.timeout_secs
-        written = job.staged.write(directory, saves.comm.rank, timeout_secs=limit_secs)
+        written = job.staged.write(directory, saves.comm.rank)
         storage.sync_dir(directory)
         files = {name: digest.to_json() for name, digest in written.files.items()}
         if saves.provenance.is_signed:
             for name, record in files.items():
                 record["sha256"] = storage.sha256_file(directory / name)
-    except CopyFailedError as error:
-        return json.dumps({"error": during("staging", error.cause), "files": {}}).encode()
     except Exception as error:  # noqa: BLE001 - told to every rank
         low_bytes = job.staged.num_bytes if isinstance(error, NoSpaceError) else 0
         return json.dumps(
@@ -266,7 +263,7 @@ def _commit(
                 id=job.id,
                 reasons=list(job.reasons),
                 bytes=point.num_bytes,
-                blocked_secs=round(job.blocked_secs(), 6),
+                blocked_secs=round(job.blocked_secs, 6),
                 durable_secs=round(took, 6),
             )
             saves.say(f"step {job.step} saved ({', '.join(job.reasons)})")

@@ -1,13 +1,12 @@
 """Takes one instant at a boundary and has a background thread make a generation of it. Layer 6.
 
-The training thread copies and goes on; writing begins while it copies. The next save waits for the
-commit of the one before, never for its verification, and nothing ever queues up: at most one save
-is being written and one verification pending.
+The training thread copies and goes on. The next save waits for the commit of the one before, never
+for its verification, and nothing ever queues up: at most one save is being written and one
+verification pending.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -164,7 +163,7 @@ class Saver:
             self._worker.wait_done()
             self._saves.hurry.clear()
         self._worker.wait_committed()
-        started = filled = time.monotonic()
+        started = time.monotonic()
         self._counter += 1
         save_id = self._save_id(step)
         specs: list[TensorSpec] | None = None
@@ -205,17 +204,12 @@ class Saver:
             index=plan.index if plan is not None else b"",
             deadline=deadline,
             point=self._point_maker(step, save_id, reasons, plan, shared),
-            blocked_secs=lambda: filled - started,
+            blocked_secs=time.monotonic() - started,
             policy=policy,
         )
-        # Before the copy: the files are made and written while it goes on.
         self._worker.submit(lambda ticket: self._run(job, ticket))
-        if staged is not None:
-            with contextlib.suppress(Exception):  # told to every rank through the job
-                staged.fill()
-            filled = time.monotonic()
-            if staged.blocks:
-                self._worker.wait_committed()
+        if staged is not None and staged.blocks:
+            self._worker.wait_committed()
 
     def tidy_start(self, step: int, *, unverified: Sequence[int]) -> None:
         """Have the background thread do what earlier attempts left to do.

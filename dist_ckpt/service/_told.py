@@ -12,14 +12,14 @@ __all__ = ["Told", "during", "named_after", "told"]
 Told: TypeAlias = tuple[str, str]
 
 
-def told(error: BaseException) -> Told:
+def told(error: Exception) -> Told:
     """Return what went wrong on a rank as all ranks are told: what happened, and what to do."""
     if isinstance(error, DistCkptError):
         return error.message, error.next_step
     return f"{type(error).__name__}: {error}", ""
 
 
-def during(phase: str, error: BaseException) -> Told:
+def during(phase: str, error: Exception) -> Told:
     """Return the same, with the phase in which it happened."""
     what, hint = told(error)
     return f"{phase}: {what}", hint

@@ -12,11 +12,9 @@ from dist_ckpt.staging._state_file import (
     parse_tail,
     tail_start,
 )
-from dist_ckpt.staging._watermark import CopyFailedError
 
 __all__ = [
     "TAIL_BYTES",
-    "CopyFailedError",
     "CudaStreams",
     "Overlap",
     "OwnTensor",

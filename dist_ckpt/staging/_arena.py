@@ -24,7 +24,6 @@ from dist_ckpt.staging._known_copy import KnownCopy, is_plain
 from dist_ckpt.staging._overlap import Overlap
 from dist_ckpt.staging._staged import Staged, Streamed, Writable, optimizer_end, part_of
 from dist_ckpt.staging._state_file import OwnTensor
-from dist_ckpt.staging._watermark import Watermark
 from dist_ckpt.storage import PAGE_BYTES, Arena
 
 __all__ = ["Staging", "torch_dtype"]
@@ -149,13 +148,12 @@ class Staging:
         *,
         may_overlap: bool = False,
     ) -> Writable:
-        """Return one instant that its ``fill`` copies into the arena.
+        """Copy one instant into the arena.
 
-        It may be written from now on: writing follows the copy. Everything is copied when ``fill``
-        returns, except, with ``may_overlap`` on CUDA, what only the optimizer changes: that is
-        queued here, and copied before the optimizer's next update; ``wait`` of what is returned
-        waits for it. Where there is no memory for an arena nothing is copied: what is returned
-        ``blocks``.
+        Everything is copied when this returns, except, with ``may_overlap`` on CUDA, what only the
+        optimizer changes: that is copied before the optimizer's next update, and ``wait`` of what
+        is returned waits for it. Where there is no memory for an arena nothing is copied: what is
+        returned ``blocks``.
 
         Raises:
             UnsupportedValueError: A value appeared that can't be kept.
@@ -169,26 +167,19 @@ class Staging:
             live = {item.spec.key: (item.tensor, item.spec.boxes) for item in tensors}
             return Streamed(plan, live, composed, header)
         overlap = self._overlap if may_overlap and self._overlap and self._overlap.is_on else None
+        self._copy(tensors, overlap=overlap)
+        self._copy_values(composed, plan)
         array, base = self._array, _pages(plan.shard_bytes)
-
-        def copy(mark: Watermark) -> None:
-            array[: len(header)] = np.frombuffer(header, np.uint8)
-            self._copy(tensors, mark, overlap=overlap)
-            self._copy_values(composed, plan)
-
-        staged = Staged(
+        array[: len(header)] = np.frombuffer(header, np.uint8)
+        return Staged(
             shard=array[:base],
             shard_bytes=plan.shard_bytes,
             state=array[base : base + _pages(composed.state_bytes)],
             state_bytes=composed.state_bytes,
             header_bytes=len(header),
             optimizer_bytes=optimizer_end(plan),
-            copy=copy,
             overlap=overlap,
         )
-        if overlap is not None:
-            staged.fill()  # what is queued must be known to be before anybody waits for it
-        return staged
 
     def _copy_values(self, composed: Composed, plan: RankLayout) -> None:
         array, base = self._array, _pages(plan.shard_bytes)
@@ -207,10 +198,8 @@ class Staging:
             raise RuntimeError("the arena isn't there yet")
         return self._arena.array
 
-    def _copy(
-        self, tensors: Sequence[LiveTensor], mark: Watermark, *, overlap: Overlap | None
-    ) -> None:
-        if overlap is None and self._known.copy(tensors, self._targets, mark):
+    def _copy(self, tensors: Sequence[LiveTensor], *, overlap: Overlap | None) -> None:
+        if overlap is None and self._known.copy(tensors, self._targets):
             return
         live: Mapping[str, LiveTensor] = {item.spec.key: item for item in tensors}
         later: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -226,8 +215,6 @@ class Staging:
                     ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
                 else:
                     target.copy_(source)
-                if overlap is None:
-                    mark.reach(owned.stop)
         if overlap is not None:
             overlap.start(later)
 

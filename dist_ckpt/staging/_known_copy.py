@@ -17,7 +17,6 @@ import torch
 from dist_ckpt.capture import LiveTensor
 from dist_ckpt.layout import Owned
 from dist_ckpt.staging._staged import part_of
-from dist_ckpt.staging._watermark import Watermark
 
 __all__ = ["KnownCopy", "is_plain"]
 
@@ -25,10 +24,8 @@ __all__ = ["KnownCopy", "is_plain"]
 _LARGE_BYTES = 1 << 16
 
 _Target = tuple[Owned, torch.Tensor]
-#: Target and source, and where the target ends in its file.
-_Pair = tuple[torch.Tensor, torch.Tensor, int]
-#: What to do, and where in its file the last target of it ends.
-_Call = tuple[Callable[[], Any], int]
+#: Target and source.
+_Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class KnownCopy:
@@ -37,24 +34,23 @@ class KnownCopy:
     def __init__(self) -> None:
         self._tensors: Sequence[LiveTensor] | None = None
         self._targets: Sequence[_Target] | None = None
-        self._calls: list[_Call] | None = None
+        self._calls: list[Callable[[], Any]] | None = None
 
-    def copy(
-        self, tensors: Sequence[LiveTensor], targets: Sequence[_Target], mark: Watermark
-    ) -> bool:
+    def copy(self, tensors: Sequence[LiveTensor], targets: Sequence[_Target]) -> bool:
         """Return whether all was copied; False where the list is new, or needs more than that."""
         if tensors is not self._tensors or targets is not self._targets:
             self._tensors, self._targets, self._calls = tensors, targets, None
             return False
         if self._calls is None:
             self._calls = _plan_calls(tensors, targets)
-        for call, end in self._calls:
+        for call in self._calls:
             call()
-            mark.reach(end)
         return bool(self._calls)
 
 
-def _plan_calls(tensors: Sequence[LiveTensor], targets: Sequence[_Target]) -> list[_Call]:
+def _plan_calls(
+    tensors: Sequence[LiveTensor], targets: Sequence[_Target]
+) -> list[Callable[[], Any]]:
     """Return the calls that copy everything; none where a tensor isn't plain bytes."""
     live = {item.spec.key: item for item in tensors}
     pairs = []
@@ -64,15 +60,11 @@ def _plan_calls(tensors: Sequence[LiveTensor], targets: Sequence[_Target]) -> li
         if not is_plain(source, target):
             return []
         if target.nbytes:
-            pairs.append((target, source, owned.stop))
-    return [(_call(run, pitch), run[-1][2]) for run, pitch in _runs(pairs)]
-
-
-def _call(run: Sequence[_Pair], pitch: int) -> Callable[[], Any]:
-    target, source, _ = run[0]
-    if len(run) == 1:
-        return _move(target, source)
-    return _join([source for _, source, _ in run], target, pitch)
+            pairs.append((target, source))
+    return [
+        _move(*run[0]) if len(run) == 1 else _join([source for _, source in run], run[0][0], pitch)
+        for run, pitch in _runs(pairs)
+    ]
 
 
 def _runs(pairs: Sequence[_Pair]) -> Iterator[tuple[list[_Pair], int]]:

@@ -1,12 +1,12 @@
 """One instant, ready to be written: from the arena, or streamed where there is no memory for one.
 
-Layer 3. Made and filled on the training thread, written on the background thread meanwhile.
+Layer 3. Made on the training thread, written on the background thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +20,6 @@ from dist_ckpt.resume_point import shard_name, state_name
 from dist_ckpt.slices import Box, Role, local_boxes
 from dist_ckpt.staging._compose import Composed
 from dist_ckpt.staging._overlap import Overlap
-from dist_ckpt.staging._watermark import Watermark
 from dist_ckpt.storage import PIECE_BYTES, FileDigest
 
 __all__ = ["Staged", "Streamed", "Writable", "Written", "part_of"]
@@ -58,21 +57,13 @@ class Writable(Protocol):
     def blocks(self) -> bool:
         """The live tensors must not change until it is written."""
 
-    def fill(self) -> None:
-        """Return once the live tensors may change, as far as it doesn't block; training thread.
-
-        Must be called once: whoever writes waits for it. An error is raised there, too.
-        """
-
     def wait(self, timeout_secs: float) -> None:
-        """Return once all that is copied behind training's back is of one instant; any thread."""
+        """Return once the bytes are all there and known to be of one instant; on any thread."""
 
-    def write(self, directory: Path, rank: int, *, timeout_secs: float) -> Written:
-        """Return once both files are written and synced; begins while ``fill`` copies.
+    def write(self, directory: Path, rank: int) -> Written:
+        """Return once both files are written and synced.
 
         Raises:
-            CopyFailedError: ``fill`` came to no end.
-            JobError: ``fill`` took longer than ``timeout_secs``.
             StorageError: The file system refused; a file that was begun is gone.
         """
 
@@ -88,7 +79,6 @@ class Staged:
         state_bytes: Its true length.
         header_bytes: Bytes at the start of the shard that hold the step rather than state.
         optimizer_bytes: Bytes at the start of ``state`` that hold optimizer tensors.
-        copy: Fills the arena and says how far it is.
         overlap: What the copy still waits for, if anything.
     """
 
@@ -98,42 +88,22 @@ class Staged:
     state_bytes: int
     header_bytes: int
     optimizer_bytes: int
-    copy: Callable[[Watermark], None]
     overlap: Overlap | None = None
     blocks: bool = False
-    _mark: Watermark = field(default_factory=Watermark)
 
     @property
     def num_bytes(self) -> int:
         """Of both files together."""
         return self.shard_bytes + self.state_bytes
 
-    def fill(self) -> None:
-        """Copy the instant; a second call does nothing."""
-        if self._mark.is_over:
-            return
-        try:
-            self.copy(self._mark)
-        except BaseException as error:
-            self._mark.finish(error)
-            raise
-        self._mark.finish()
-
     def wait(self, timeout_secs: float) -> None:
-        """Return once what overlaps with training is copied and of one instant; any thread."""
+        """Return once the bytes are all there and known to be of one instant; on any thread."""
         if self.overlap is not None:
             self.overlap.wait(timeout_secs)
 
-    def write(self, directory: Path, rank: int, *, timeout_secs: float) -> Written:
+    def write(self, directory: Path, rank: int) -> Written:
         """Return once both files are written from the arena and synced."""
-        mark = self._mark
-        shard = storage.write_shard(
-            directory / shard_name(rank),
-            self.shard,
-            self.shard_bytes,
-            await_bytes=lambda end: mark.wait(end, timeout_secs),
-        )
-        mark.wait(None, timeout_secs)
+        shard = storage.write_shard(directory / shard_name(rank), self.shard, self.shard_bytes)
         state = storage.write_shard(directory / state_name(rank), self.state, self.state_bytes)
         return Written({shard_name(rank): shard, state_name(rank): state}, self._content(shard))
 
@@ -167,13 +137,10 @@ class Streamed:
         """Of both files together."""
         return self.plan.shard_bytes + self.composed.state_bytes
 
-    def fill(self) -> None:
-        """Do nothing: the live tensors are what they are."""
-
     def wait(self, timeout_secs: float) -> None:
-        """Return at once."""
+        """Return at once: the live tensors are what they are."""
 
-    def write(self, directory: Path, rank: int, *, timeout_secs: float) -> Written:  # noqa: ARG002
+    def write(self, directory: Path, rank: int) -> Written:
         """Return once both files are written from the live tensors and synced."""
         shard = [(owned.start, self._source(owned.key, owned.box)) for owned in self.plan.shard]
         state = [(owned.start, self._source(owned.key, owned.box)) for owned in self.plan.state]

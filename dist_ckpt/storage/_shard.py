@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from typing import TYPE_CHECKING
 
 from dist_ckpt.errors import SettingError
@@ -16,19 +15,10 @@ from dist_ckpt.storage._pool import for_each
 from dist_ckpt.storage._space import check_space
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from dist_ckpt.storage._types import ByteArray, Path
 
 
-def write_shard(
-    path: Path,
-    buffer: ByteArray,
-    size_bytes: int,
-    *,
-    threads: int = 4,
-    await_bytes: Callable[[int | None], None] = lambda _end: None,
-) -> FileDigest:
+def write_shard(path: Path, buffer: ByteArray, size_bytes: int, *, threads: int = 4) -> FileDigest:
     """Return the digest of a new, durable file of the first ``size_bytes`` of ``buffer``.
 
     Its mode is 0400. Written with O_DIRECT in pieces of 16 MiB, each digested by the thread that
@@ -39,13 +29,10 @@ def write_shard(
     Args:
         path: Must not exist.
         buffer: Flat ``uint8``, page-aligned, no shorter than ``size_bytes`` rounded up to whole
-            pages; bytes that were awaited aren't changed by anybody during the call. An
-            ``Arena``'s array, or a part of one from a page on.
+            pages; not changed by anybody during the call. An ``Arena``'s array, or a part of one
+            from a page on.
         size_bytes: True size of the file.
         threads: How many write, the calling one included. Any thread may call.
-        await_bytes: Returns once the first so many bytes of the buffer are there; with None, once
-            all are. One thread writes what is there, the others join in when all is. What it raises
-            comes out here.
 
     Raises:
         SettingError: The buffer isn't aligned, flat or long enough.
@@ -60,19 +47,7 @@ def write_shard(
     with new_file(path, mode=0o400, need_bytes=padded_bytes) as fd:
         preallocate(fd, path, padded_bytes)
         writer = _PieceWriter(fd, path, buffer, size_bytes)
-        ahead = threading.Lock()
-
-        def work(piece: int) -> None:
-            await_bytes(min((piece + 1) * PIECE_BYTES, size_bytes))
-            writer.write(piece)
-
-        def join_in() -> Callable[[int], None]:
-            # Until then whoever fills the buffer has the processor; a device is busy with little.
-            if not ahead.acquire(blocking=False):
-                await_bytes(None)
-            return work
-
-        for_each(range(len(writer.pieces)), join_in, threads)
+        for_each(range(len(writer.pieces)), lambda: writer.write, threads)
         if padded_bytes != size_bytes:
             with guard("truncate", path):
                 get_ops().ftruncate(fd, size_bytes)

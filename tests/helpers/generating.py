@@ -84,7 +84,6 @@ def stage(layout: Layout, part: Part, rank: int, *, step: int = 100, id_: str = 
     values = RankValues(part.encode, part.shared, rank, step, id_)
     staged = Staging().stage(layout, part.tensors, values)
     assert isinstance(staged, Staged)  # there is memory for a test's arena
-    staged.fill()
     return staged
 
 
@@ -138,9 +137,7 @@ def write_rank_files(
     """Have every rank's two files, synced; return their digests as JSON."""
     files = {}
     for rank, part in enumerate(parts):
-        written = stage(layout, part, rank, step=step, id_=id_).write(
-            directory, rank, timeout_secs=60.0
-        )
+        written = stage(layout, part, rank, step=step, id_=id_).write(directory, rank)
         for name, digest in written.files.items():
             files[name] = json.loads(json.dumps(digest.to_json()))
     sync_dir(directory)
