@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,16 +26,15 @@ class Launched:
     """``launch/torchrun.py`` with these arguments, as a process in a session of its own.
 
     Args:
-        tmp_path: An empty directory; event logs go to ``out``, temporary files (the launch's
-            directory) to ``tmp``.
+        tmp_path: An empty directory; event logs go to ``out``. Temporary files (the launch's
+            directory) go to ``tmp``, elsewhere: the name of a socket may be 107 bytes long.
         args: The launcher's command line.
     """
 
     def __init__(self, tmp_path: Path, *args: str | Path) -> None:
         self.out = tmp_path / "out"
-        self.tmp = tmp_path / "tmp"
-        for directory in (self.out, self.tmp):
-            directory.mkdir(exist_ok=True)
+        self.out.mkdir(exist_ok=True)
+        self.tmp = Path(tempfile.mkdtemp(prefix="launched-"))
         self.stderr_path = tmp_path / "stderr"
         environ = {
             **os.environ,
@@ -125,6 +126,7 @@ class Launched:
                         os.kill(pid, signal.SIGKILL)
         if self.process.stdout is not None:
             self.process.stdout.close()
+        shutil.rmtree(self.tmp, ignore_errors=True)
 
 
 def processes_of(launch_id: str) -> dict[int, str]:
