@@ -16,10 +16,11 @@ from dist_ckpt.errors import UsageError
 from dist_ckpt.generations import Retention
 from dist_ckpt.resume import Resumed
 from dist_ckpt.service._arguments import absolute, names_in_order
-from dist_ckpt.service._opening import Trainer, open_session
+from dist_ckpt.service._opening import open_session
 from dist_ckpt.service._policy import KeptPolicy
 from dist_ckpt.service._session import Session
 from dist_ckpt.service._settings import DiskLow, Export, Reduce, Resume, Settings, SigUsr1
+from dist_ckpt.service._trainer import Trainer
 
 __all__ = ["RUN_DIR_VARIABLE", "Checkpointer"]
 

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-import torch
+from collections.abc import Iterator
 
 from dist_ckpt import announce
-from dist_ckpt.capture import Captured
 from dist_ckpt.comm import Comm, connect
 from dist_ckpt.errors import DistCkptError
 from dist_ckpt.service._attempt import Attempt, open_attempt
@@ -21,44 +15,18 @@ from dist_ckpt.service._job import Saves
 from dist_ckpt.service._keeper import Keeper
 from dist_ckpt.service._losses import Losses
 from dist_ckpt.service._notices import Notices
-from dist_ckpt.service._policy import KeptPolicy
 from dist_ckpt.service._provenance import Provenance, open_provenance
 from dist_ckpt.service._resuming import Start, start_run
 from dist_ckpt.service._saver import Saver, Subject
 from dist_ckpt.service._session import Session
-from dist_ckpt.service._settings import Settings
 from dist_ckpt.service._sums import likely_cause
+from dist_ckpt.service._trainer import Trainer
 from dist_ckpt.service._voice import Voice
 from dist_ckpt.service._witness import call_witness
 from dist_ckpt.signals import SignalWatch
 from dist_ckpt.staging import CudaStreams, Overlap, Staging
 
-__all__ = ["Trainer", "open_session"]
-
-
-@dataclass(frozen=True)
-class Trainer:
-    """The user's side of a session: live objects and settings.
-
-    Attributes:
-        run_dir: The run directory.
-        captured: The live objects.
-        settings: What the user set.
-        optimizers: Those that a copy from the GPU has to be fenced against.
-        data: The data, for their identity.
-        policy: The user's policy, or that there is none.
-        generators: The user's generators, by name.
-        given: Everything that was given to be kept, for a proof that asks what wasn't.
-    """
-
-    run_dir: Path
-    captured: Captured
-    settings: Settings
-    optimizers: Sequence[torch.optim.Optimizer]
-    data: Any
-    policy: KeptPolicy
-    generators: Mapping[str, Any]
-    given: Sequence[Any] = ()
+__all__ = ["open_session"]
 
 
 def open_session(trainer: Trainer) -> Session:

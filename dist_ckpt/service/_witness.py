@@ -22,7 +22,7 @@ from dist_ckpt.slices import Role
 from dist_ckpt.storage import AppendFile
 
 if TYPE_CHECKING:
-    from dist_ckpt.service._opening import Trainer
+    from dist_ckpt.service._trainer import Trainer
 
 __all__ = ["Witness", "call_witness", "witness_file"]
 
