@@ -142,18 +142,8 @@ class RankComm:
 
     def agree(self, values: Sequence[int], *, phase: str = "agreement") -> list[int]:
         """Return the element-wise maximum over all ranks. See `Comm.agree`."""
-        # gloo takes half as long for one number as for four: mostly nobody asks for anything.
-        is_short = len(values) == 1
-        self._word_view[0] = values[0] if is_short else any(values)
-        self._take_largest(phase, self._word)
-        if is_short or not self._word_view[0]:
-            return [int(self._word_view[0])] * len(values)
-        if len(values) != len(self._view):
-            self._words = torch.zeros(len(values), dtype=torch.int64)
-            self._view = self._words.numpy()
-        self._view[:] = values
-        self._take_largest(phase, self._words)
-        return [int(value) for value in self._view]
+        # As one operation: who is interrupted between its two halves has left the others.
+        return self._collective(phase, lambda: self._largest(values))
 
     def mean(self, value: float, *, phase: str = "mean") -> float:
         """Return the mean over all ranks. See `Comm.mean`."""
@@ -229,16 +219,27 @@ class RankComm:
         rank = self.rank
         self._client.call(lambda store: store.drop(f"arrival/{rank}"))
 
-    def _take_largest(self, phase: str, words: torch.Tensor) -> None:
-        def reduce() -> None:
-            group = self._group
-            if group is None or not dist.is_initialized():
-                dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)  # says what is wrong
-            else:
-                # What `dist.all_reduce` calls, without a third of its time.
-                group.allreduce([words], _LARGEST).wait()
+    def _largest(self, values: Sequence[int]) -> list[int]:
+        # gloo takes half as long for one number as for four: mostly nobody asks for anything.
+        is_short = len(values) == 1
+        self._word_view[0] = values[0] if is_short else any(values)
+        self._take_largest(self._word)
+        if is_short or not self._word_view[0]:
+            return [int(self._word_view[0])] * len(values)
+        if len(values) != len(self._view):
+            self._words = torch.zeros(len(values), dtype=torch.int64)
+            self._view = self._words.numpy()
+        self._view[:] = values
+        self._take_largest(self._words)
+        return [int(value) for value in self._view]
 
-        self._collective(phase, reduce)
+    def _take_largest(self, words: torch.Tensor) -> None:
+        group = self._group
+        if group is None or not dist.is_initialized():
+            dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)  # says what is wrong
+        else:
+            # What `dist.all_reduce` calls, without a third of its time.
+            group.allreduce([words], _LARGEST).wait()
 
     def _all_gather(self, phase: str, mine: torch.Tensor) -> list[torch.Tensor]:
         found = [torch.empty_like(mine) for _ in range(self.world_size)]

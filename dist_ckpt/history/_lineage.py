@@ -39,7 +39,7 @@ class Lineage:
         Also of a save whose own line the journal lacks: the disk refused it, or the save failed
         when its generation had its name already.
         """
-        return nonce in self.nonces
+        return isinstance(nonce, str) and nonce in self.nonces
 
     def is_past_of(self, older: str, newer: str) -> bool:
         """Return whether the training that saved ``newer`` had gone through ``older``.

@@ -204,10 +204,13 @@ def _scan_own(data: bytes) -> tuple[array[int], array[float]] | None:
     """Return the columns of a file that is whole and has our own spacing, None for any other.
 
     Without what numbers consist of, such a file is one pattern repeated: so each entry has two
-    parts, and nothing else is anywhere. Without its brackets it is one flat JSON array, in which
-    the parser checks each part. It refuses what isn't certain, and `scan_array` decides then.
+    parts, and nothing else is anywhere. Where its brackets stand together no number lies between
+    them, that is, outside of an entry. Without them it is one flat JSON array, in which the parser
+    checks each part. It refuses what isn't certain, and `scan_array` decides then.
     """
-    num_entries = data.count(b"],") + 1
+    if not (data.startswith(b"[\n[") and data.endswith(b"]]")):
+        return None
+    num_entries = data.count(b"],\n[") + 1
     if data.translate(None, _NUMBER_BYTES) != b"[\n[, " + b"],\n[, " * (num_entries - 1) + b"]]":
         return None
     try:

@@ -31,6 +31,7 @@ from dist_ckpt.service._provenance import Provenance
 from dist_ckpt.service._settings import Settings
 from dist_ckpt.service._told import Told, during
 from dist_ckpt.staging import Writable
+from dist_ckpt.storage import sha256_file
 
 __all__ = ["Job", "Outcome", "Saves", "Where", "run_job"]
 
@@ -216,7 +217,7 @@ def _write(saves: Saves, job: Job, directory: Path) -> bytes:
         files = {name: digest.to_json() for name, digest in written.files.items()}
         if saves.provenance.is_signed:
             for name, record in files.items():
-                record["sha256"] = storage.sha256_file(directory / name)
+                record["sha256"] = sha256_file(directory / name)
     except Exception as error:  # noqa: BLE001 - told to every rank
         low_bytes = job.staged.num_bytes if isinstance(error, NoSpaceError) else 0
         return json.dumps(

@@ -29,6 +29,8 @@ PIECE_BYTES: Final = 16 * 2**20
 
 _FICLONE: Final = 0x40049409
 _O_DIRECT: Final[int] = getattr(os, "O_DIRECT", 0)
+#: Missing where Python was built against an older libc, as portable builds of it are.
+_NOWAIT: Final[int | None] = getattr(os, "RWF_NOWAIT", None)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 # The fallocate of libc, not posix_fallocate: the latter writes to every block where the file system
@@ -80,12 +82,14 @@ class Ops:
 
     def is_cached(self, fd: int, offset: int) -> bool:
         """Return whether the byte at ``offset`` is in the page cache; True where nobody tells."""
+        if _NOWAIT is None:
+            return True
         try:
-            os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT)
+            os.preadv(fd, [bytearray(1)], offset, _NOWAIT)
         except BlockingIOError:
             return False
-        except OSError:  # no such flag here, or an error that the read itself will meet
-            return True
+        except (OSError, NotImplementedError):
+            return True  # nobody knows the flag, or an error that the read itself will meet
         return True
 
     def fsync(self, fd: int) -> None:

@@ -2,18 +2,21 @@
 
 Threads live for one call: starting one costs less than a hundredth of writing one piece, none is
 left behind, and a fork in between can't lose them. The calling thread works too, so that everything
-still works, slower, where no thread can be started any more (at the end of the interpreter).
+still works, slower, where no thread can be started any more (at the end of the interpreter, or at a
+limit of the system's); also what is handed to a pool that others keep.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Executor
 
 
 def for_each(
@@ -51,6 +54,33 @@ def for_each(
         _join(helpers, errors)
     if errors:
         raise errors[0]
+
+
+def hand_on(pool: Executor, work: Callable[[], None]) -> Future[None]:
+    """Have a pool do ``work``, or do it here where the pool can start no thread for it.
+
+    A pool that can't has queued the work before it says so: another thread of it may come upon it
+    at any time, also when the file that it is about is closed. So whoever comes first does it, and
+    nobody does it again.
+    """
+    done: Future[None] = Future()
+    claim = threading.Lock()
+
+    def once() -> None:
+        if not claim.acquire(blocking=False):
+            return
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - told to whoever asks for the result
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    try:
+        pool.submit(once)
+    except RuntimeError:
+        once()
+    return done
 
 
 def _start(target: Callable[[], None], count: int) -> list[threading.Thread]:

@@ -20,6 +20,7 @@ from dist_ckpt.storage._direct import DirectWriter, preallocate
 from dist_ckpt.storage._files import new_file
 from dist_ckpt.storage._guard import guard
 from dist_ckpt.storage._ops import PIECE_BYTES, get_ops, round_up
+from dist_ckpt.storage._pool import hand_on
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor, Future
@@ -63,6 +64,7 @@ class ForwardWriter:
         self.sha256: str | None = None
         self._hasher = hasher
         self._sha256 = hashlib.sha256()
+        self._hashed: list[Future[None]] = []  # the last, where there is one
         self._size_bytes = size_bytes
         self._buffers = buffers
         self._pool = pool
@@ -169,9 +171,7 @@ class ForwardWriter:
             self._pieces.append(self._hash.hexdigest())
             self._hash.reset()
         file, buffers = self._file, self._buffers
-        hashed: list[Future[None]] = []
-        if self._hasher is not None:
-            hashed.append(self._hasher.submit(self._sha256.update, buffer[: stop - start].data))
+        hashed = self._take_sum(buffer[: stop - start].data)
 
         def work() -> None:
             try:
@@ -179,6 +179,8 @@ class ForwardWriter:
             finally:
                 wait(hashed)
                 buffers.give(buffer)
+            for one in hashed:
+                one.result()
 
         for write in [write for write in self._writes if write.done()]:
             self._writes.remove(write)
@@ -187,4 +189,16 @@ class ForwardWriter:
             except BaseException:
                 buffers.give(buffer)
                 raise
-        self._writes.append(self._pool.submit(work))
+        self._writes.append(hand_on(self._pool, work))
+
+    def _take_sum(self, view: memoryview) -> list[Future[None]]:
+        if self._hasher is None:
+            return []
+        before = self._hashed
+
+        def work() -> None:
+            wait(before)  # over already, unless this is done here and not by the hasher
+            self._sha256.update(view)
+
+        self._hashed = [hand_on(self._hasher, work)]
+        return self._hashed

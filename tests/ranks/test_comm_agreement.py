@@ -240,6 +240,40 @@ def test_a_rank_that_is_interrupted_leaves_at_once_and_the_others_know_why() -> 
     assert other["failures"] == {"1": "KeyboardInterrupt: no message"}
 
 
+def body_leaves_between(ctx: RankContext) -> list[dict[str, Any]]:
+    from dist_ckpt.comm import _ranks
+
+    comm = connect(20.0)
+    assert isinstance(comm, _ranks.RankComm)
+    if ctx.rank == 1:
+        take_largest, halves = comm._take_largest, []
+
+        def interrupted(words: Any) -> None:
+            halves.append(words)
+            if len(halves) == 2:
+                raise KeyboardInterrupt
+            take_largest(words)
+
+        comm._take_largest = interrupted  # type: ignore[method-assign]
+    seen = [caught(lambda: comm.agree([0, 1])), caught(lambda: comm.agree([0]))]
+    comm.close()
+    if ctx.rank == 1:
+        ctx.wait_for("told", 0)
+    else:
+        ctx.reach("told")
+    return seen
+
+
+def test_a_rank_that_is_interrupted_in_the_midst_of_an_agreement_has_left() -> None:
+    results = run_ranks(2, body_leaves_between)
+    assert [result.returncode for result in results] == [0, 0], results
+    (other, _), (left, later) = (result.value for result in results)
+    assert left["type"] == "KeyboardInterrupt"
+    assert later["type"] == "JobError"
+    assert other["type"] == "RankFailedError"
+    assert other["failures"] == {"1": "KeyboardInterrupt: no message"}
+
+
 def body_absent(ctx: RankContext) -> dict[str, Any]:
     if ctx.rank == 1:
         ctx.wait_for("told", 0)

@@ -460,6 +460,10 @@ def test_a_save_that_neither_a_line_nor_an_attempt_of_the_journal_tells_of_is_le
         other / "checkpoints/step_000008", point, notes={**point.notes, "nonce": "another's"}
     )
     assert reasons(other) == {4: "old", 8: "other_line", 12: "keep_last"}
+    write_manifest(
+        other / "checkpoints/step_000008", point, notes={**point.notes, "nonce": ["no text"]}
+    )
+    assert reasons(other) == {4: "old", 8: "other_line", 12: "keep_last"}
 
 
 def test_a_generation_of_the_parent_run_that_was_copied_into_a_fork_is_left_alone(

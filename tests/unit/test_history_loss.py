@@ -255,6 +255,13 @@ SHAPES = (
     b"[\n[%b,  %b]]",
     b"[\n[%b, %b]],\n[3, 1]]",
     b"[\n[%b, %b],\n[3, 1",
+    b"[\n%b[, %b]]",
+    b"[\n[%b, ]%b]",
+    b"[%b\n[, %b],\n[3, 1.5]]",
+    b"[\n[1, 0.5],\n%b[, %b]]",
+    b"[\n[1, 0.5],%b\n[, %b]]",
+    b"%b[\n[, %b]]",
+    b"[\n[%b,%b ]]",
 )
 
 
@@ -273,7 +280,7 @@ def test_a_file_of_our_own_spacing_is_read_as_any_other(
 
     found = [read(data) for data in files]
     is_quick = [_loss_format._scan_own(data) is not None for data in files]
-    assert any(is_quick) == (shape in SHAPES[:3])
+    assert any(is_quick) == (shape in (*SHAPES[:3], SHAPES[-1]))
     monkeypatch.setattr(_loss_format, "_scan_own", lambda _: None)
     assert found == [read(data) for data in files]
 

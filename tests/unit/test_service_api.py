@@ -26,6 +26,7 @@ from dist_ckpt.errors import (
 )
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.history import History, read_history, read_journal, read_loss, read_samples
+from helpers.run_dirs import spawn
 from helpers.trainers import Job
 from helpers.training import Options
 
@@ -587,3 +588,25 @@ def test_the_run_directory_of_the_environment_counts(
     assert ckpt.run_dir == tmp_path / "scenario"
     assert _steps(tmp_path / "scenario") == [1]
     assert not run.exists()
+
+
+def test_a_run_under_way_imports_nothing_of_ours(run: Path) -> None:
+    """What is installed may be another version by then."""
+    code = f"""
+import sys
+import torch
+import dist_ckpt
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+ours = lambda: {{name for name in sys.modules if name.split(".")[0] == "dist_ckpt"}}
+settings = dict(every=1, keep_last=1, export_copy=True)
+with dist_ckpt.Checkpointer({str(run)!r}, model=model, optimizer=optimizer, **settings) as ckpt:
+    for step in ckpt.steps(3):
+        before = ours() if step == 1 else before
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+print(sorted(ours() - before), ckpt.step)
+"""
+    done = spawn(code=code)
+    assert (done.stdout, done.returncode) == ("[] 3\n", 0), done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -221,3 +222,94 @@ def test_going_back_in_a_file_that_is_written_is_refused(
 def test_too_little_memory_is_refused_with_what_is_needed() -> None:
     with pytest.raises(SettingError, match="Give at least 7 MiB"):
         Buffers(100, 2**20)
+
+
+class FewThreads:
+    """Lets so many threads be started; the system refuses more."""
+
+    def __init__(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left = count
+        self.num_refused = 0
+        start = threading.Thread.start
+
+        def refuse(thread: threading.Thread) -> None:
+            if not self.left:
+                self.num_refused += 1
+                raise RuntimeError("can't start new thread")
+            self.left -= 1
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+class OnceOps(storage.Ops):
+    """Notes where was written; the first write waits until another was made."""
+
+    def __init__(self, *, waits: bool) -> None:
+        self.offsets: list[int] = []
+        self.written_late = 0
+        self.waited = not waits
+        self._other = threading.Event()
+        self._fd = -1
+        self._is_closed = False
+
+    def pwrite(self, fd: int, data: object, offset: int) -> int:
+        self._fd = fd
+        self.written_late += self._is_closed
+        self.offsets.append(offset)
+        if offset:
+            self._other.set()
+        elif not self.waited:
+            self.waited = self._other.wait(20)
+        return super().pwrite(fd, data, offset)  # type: ignore[arg-type]
+
+    def close(self, fd: int) -> None:
+        self._is_closed |= fd == self._fd
+        super().close(fd)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_where_no_more_threads_can_be_started_each_chunk_is_still_written_once(
+    tmp_path: Path,
+    content: bytes,
+    buffers: Buffers,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+) -> None:
+    ops = OnceOps(waits=count == 2)
+    threads = FewThreads(count, monkeypatch)  # the first is the sum's, the second writes
+    with (
+        ThreadPoolExecutor(3) as pool,
+        ThreadPoolExecutor(1) as hasher,
+        storage.use_ops(ops),
+        ForwardWriter(tmp_path / "new", SIZE, buffers, pool, hasher=hasher) as writer,
+    ):
+        writer.write(0, np.frombuffer(content, np.uint8))
+    assert threads.num_refused
+    assert ops.waited
+    assert not ops.written_late
+    assert sorted(ops.offsets) == list(range(0, SIZE, buffers.chunk_bytes))
+    assert (tmp_path / "new").read_bytes() == content
+    assert writer.sha256 == hashlib.sha256(content).hexdigest()
+    assert writer.digest == FileDigest.of(content)
+    for _ in range(6):
+        buffers.take()  # all came back
+
+
+def test_a_sum_that_cant_be_taken_leaves_no_file(
+    tmp_path: Path, content: bytes, buffers: Buffers, pool: ThreadPoolExecutor
+) -> None:
+    class Broken:
+        strikes = 0
+
+        def update(self, _data: object) -> None:
+            Broken.strikes += 1
+            raise MemoryError
+
+    with ThreadPoolExecutor(1) as hasher:
+        writer = ForwardWriter(tmp_path / "new", SIZE, buffers, pool, hasher=hasher)
+        writer._sha256 = Broken()  # type: ignore[assignment]
+        with pytest.raises(MemoryError), writer:
+            writer.write(0, np.frombuffer(content, np.uint8))
+    assert Broken.strikes
+    assert not (tmp_path / "new").exists()

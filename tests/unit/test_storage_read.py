@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +25,7 @@ from dist_ckpt.errors import (
 from dist_ckpt.storage import PIECE_BYTES, FileDigest, Ops, Segment, read_segments, use_ops
 from helpers.faulty_ops import Fault, FaultyOps, RecordingOps
 
+ROOT = Path(__file__).parents[2]
 SIZE = 2 * PIECE_BYTES + 1_234_567
 
 
@@ -326,3 +329,18 @@ def test_where_direct_reads_are_refused_a_cold_piece_comes_through_the_cache(sav
     (found,) = read_direct(saved, [(0, SIZE)], ops)
     assert (found == saved.data).all()
     assert ops.num_refused
+
+
+def test_a_python_without_the_flag_that_asks_the_cache_reads_as_well(tmp_path: Path) -> None:
+    """Builds for an older libc lack ``os.RWF_NOWAIT``."""
+    saved = Saved(tmp_path / "a.shard", 100_000)
+    code = f"""
+import os
+del os.RWF_NOWAIT
+from dist_ckpt.storage import FileDigest, Segment, read_segments
+data, found = open({str(saved.path)!r}, "rb").read(), bytearray({saved.data.nbytes})
+segment = Segment(0, memoryview(found), len(found))
+read_segments({str(saved.path)!r}, [segment], FileDigest.of(data), direct=True)
+assert found == data
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
