@@ -33,6 +33,7 @@ __all__ = ["GenerationStore"]
 
 _TEMPORARY = ".tmp-"
 _SUM_SUFFIX = ".sha256"
+_OTHERS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTSUP)
 #: Writing the pins, or giving a generation another name, takes far less.
 _PINS_WAIT_SECS = 30.0
 
@@ -286,6 +287,7 @@ def _sync_names(directory: Path) -> None:
                 return
             storage.sync_dir(parent)
         except StorageError as error:
-            # Others' directory, where one may write but not look: nothing more can be done.
-            if error.errno != errno.EACCES:
+            # Others' directory, which one may not look into, or that can't be synced: nothing more
+            # can be done.
+            if error.errno not in _OTHERS:
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
@@ -103,7 +104,8 @@ class LocalFolder:
         # were made for it, by this call or by one that was cut off.
         device = storage.device_of(self.path)
         storage.sync_dir(self.path / "checkpoints")
-        for path in (self.path, *self.path.parents):
+        place = Path(os.path.realpath(self.path))
+        for path in (place, *place.parents):
             with suppress(StorageError):  # a parent may be somebody else's
                 if storage.device_of(path) != device:
                     break
