@@ -23,6 +23,7 @@ def check_shared(node: JSON) -> None:
     for word, kind in _object(node, "shared", "parts").items():
         if kind is not None:
             _require(kind, str, f"shared.parts.{word}")
+        _check_home(node, word)
     for key, entry in _object(node, "shared", "optimizers").items():
         _check_optimizer(entry, f"shared.optimizers.{key}")
     _texts(_object(node, "shared", "ties"), "shared.ties")
@@ -49,6 +50,15 @@ def check_rank(node: JSON) -> None:
         where = f"values.rng.named.{name}"
         _require(_field(entry, where, "kind"), str, where)
         _field(entry, where, "state")
+
+
+def _check_home(node: JSON, word: str) -> None:
+    """Return if a part that was kept for all ranks has its state where it belongs."""
+    kind, _, key = word.partition(".")
+    if kind == "optimizer":
+        _field(_object(node, "shared", "optimizers"), "shared.optimizers", key)
+    elif kind in ("scheduler", "scaler"):
+        _field(_object(node, "shared", f"{kind}s"), f"shared.{kind}s", word)
 
 
 def _check_optimizer(entry: Any, where: str) -> None:

@@ -34,7 +34,7 @@ LIVES: dict[str, Sequence[Chapter]] = {
 }
 #: With those of the commands (test_power_cuts_of_commands.py) 10,000, and 100,000 in the soak.
 NUM_STATES, NUM_STATES_OF_A_RECOVERY = 1_600, 200
-NUM_STATES_SOAK = 18_000
+NUM_STATES_SOAK = 18_200
 SEED = int(os.environ.get("DIST_CKPT_TEST_SEED", "20261130"))
 
 

@@ -195,7 +195,7 @@ NUM_STATES_SOAK = {
     "undelete": 2_000,
     "pin and prune": 700,
     "ship": 200,
-    "reshard": 2_000,
+    "reshard": 300,  # by two threads: 409 to 6,810, as they take turns
 }
 
 
@@ -227,7 +227,7 @@ def _try(name: str, memory: Path, sample: int, *, at_most: int) -> int:
 def test_a_power_cut_during_a_command_loses_nothing_and_it_can_be_run_again(
     name: str, memory: Path
 ) -> None:
-    assert _try(name, memory, NUM_STATES, at_most=200) == NUM_STATES
+    assert _try(name, memory, NUM_STATES, at_most=1_000) == NUM_STATES
 
 
 @pytest.mark.slow

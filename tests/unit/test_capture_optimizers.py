@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dist_ckpt.capture import Captured
-from dist_ckpt.errors import MismatchError, UnsupportedValueError
+from dist_ckpt.capture import Captured, check_shared
+from dist_ckpt.errors import CorruptFileError, MismatchError, UnsupportedValueError
 from dist_ckpt.slices import Role
 from helpers.capturing import everything, fill, restore, save
 
@@ -512,6 +512,17 @@ def test_another_optimizer_than_the_saved_one_is_a_mismatch_unless_accepted() ->
         restore(captured, saved)
     assert "accept=('optimizer',)" in str(caught.value)
     restore(captured, saved, accept=("optimizer",))
+
+
+@pytest.mark.parametrize("word", ["optimizer", "optimizer.a", "scheduler", "scaler"])
+def test_a_part_that_is_told_of_and_has_no_state_is_a_corrupt_file(word: str) -> None:
+    net = make_net(1)
+    shared = json.loads(save(Captured(net, torch.optim.SGD(net.parameters()))).shared)
+    check_shared(shared)
+    shared["parts"][word] = "SGD"
+    shared["optimizers"].clear()
+    with pytest.raises(CorruptFileError, match="shared"):
+        check_shared(shared)
 
 
 @pytest.mark.parametrize(
