@@ -57,12 +57,12 @@ def body_try(ctx: RankContext, folder: str, sample: int) -> dict[str, object]:
     return {"states": tally.states, "faults": tally.faults}
 
 
-def _try_all(life: Life, memory: Path, sample: int, *, at_most: int = 120) -> int:
+def _try_all(life: Life, memory: Path, sample: int, *, at_most: int = 120, within: str = "") -> int:
     """So many states, if there are, were recovered from; return how many."""
     scratch = memory / "scratch"
     scratch.mkdir()
     tally = try_cuts(life, scratch, Search(SEED, at_most, sample))
-    return _conclude(life, tally.states, tally.faults)
+    return _conclude(life, tally.states, tally.faults, within)
 
 
 def _try_all_on_all_cores(life: Life, memory: Path, sample: int) -> int:
@@ -74,10 +74,11 @@ def _try_all_on_all_cores(life: Life, memory: Path, sample: int) -> int:
     return _conclude(life, sum(result.value["states"] for result in results), faults)
 
 
-def _conclude(life: Life, num_states: int, faults: Sequence[str]) -> int:
+def _conclude(life: Life, num_states: int, faults: Sequence[str], within: str = "") -> int:
     print(f"{num_states} states of {len(life.events)} operations tried, seed {SEED}")
     assert not faults, "\n\n".join(faults[:5])
-    record_fault("Power cut", "any state that one may leave, by the rule", num_states, "recovered")
+    where = f"any state that one may leave, by the rule{within}"
+    record_fault("Power cut", where, num_states, "recovered")
     return num_states
 
 
@@ -113,7 +114,8 @@ def test_a_power_cut_during_the_recovery_from_a_power_cut_loses_nothing(memory: 
         folder = memory / f"again{cut.number}"
         (folder / "root").mkdir(parents=True)
         again = record_recovery(folder / "root", cut.state, life, cut.told)
-        total += _try_all(again, folder, NUM_STATES_OF_A_RECOVERY)
+        within = f", of the recovery from a cut at operation {cut.number}"
+        total += _try_all(again, folder, NUM_STATES_OF_A_RECOVERY, within=within)
     assert total == 3 * NUM_STATES_OF_A_RECOVERY
 
 

@@ -47,7 +47,7 @@ _FOOT = """\
 ## How this page is made
 
 ```sh
-DIST_CKPT_TEST_RECORD=$PWD/faults.jsonl .venv/bin/python -m pytest tests/crash tests/ranks
+DIST_CKPT_TEST_RECORD=$PWD/faults.jsonl .venv/bin/python -m pytest -n 3
 .venv/bin/python tests/helpers/reliability.py faults.jsonl > docs/reliability.md
 ```
 
@@ -111,7 +111,7 @@ def encode_page(lines: Iterable[Line]) -> str:
 def _encode_table(kind: str, lines: list[Line]) -> str:
     merged: dict[tuple[str, str, str], int] = {}
     for line in lines:
-        key = (line.where, line.result, line.test.partition("[")[0])
+        key = (line.where, line.result, line.test.partition("::")[0])
         merged[key] = merged.get(key, 0) + line.times
     rows = [
         f"| {_cell(where)} | {times:,} | {_cell(result)} | {_encode_test(test)} |"

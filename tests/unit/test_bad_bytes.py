@@ -35,6 +35,9 @@ from helpers.hostile import (
     flipped,
     victim,
 )
+from helpers.reliability import record_fault
+
+KIND = "Bad bytes"
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +85,9 @@ def flip_many(harmed: Victim, count: int) -> None:
     resumed, live = harmed.resume(small)
     assert (resumed.step, live) == (NEWER, harmed.newer), "the harm was undone"
     print(f"{count} flipped bits and {count // 4} cuts, all found twice")
+    found = "found by verify and by a resume, the older point is resumed"
+    record_fault(KIND, "a flipped bit, any file of a generation", count, found)
+    record_fault(KIND, "a file of a generation cut short", -(-count // 4), found)
 
 
 def test_a_flipped_bit_or_a_cut_anywhere_is_found_and_the_older_generation_is_resumed(
@@ -113,6 +119,8 @@ def test_every_single_bit_of_the_manifests_counts(harmed: Victim) -> None:
         data[bit // 8] ^= 1 << bit % 8
         assert digest_bytes(data) != point.index["digest"], bit
         data[bit // 8] ^= 1 << bit % 8
+    num_bits = 8 * (len(data) + (harmed.home / RESUME_POINT_NAME).stat().st_size)
+    record_fault(KIND, "every single bit of manifest and index", num_bits, "found")
     for bit in range(0, 8 * len(data), 41):
         with flipped(path, bit), pytest.raises(CorruptFileError):
             harmed.store.index(point)
@@ -153,7 +161,9 @@ def test_a_fault_in_the_mark_of_verification_means_unverified(harmed: Victim) ->
             assert harmed.store.verified_at(NEWER) is None
 
 
-def check_bins(harmed: Victim, *, stride: int) -> None:
+def check_bins(harmed: Victim, *, stride: int) -> int:
+    """Each fault was found; return how many there were."""
+    num_faults = 0
     store = harmed.store
     for step in (OLDER, NEWER):
         export_bin(store, store.manifest(step), copy=True)
@@ -167,14 +177,18 @@ def check_bins(harmed: Victim, *, stride: int) -> None:
             with flipped(target, bit):
                 assert check_bin(path, Depth()).faults, (target.name, bit)
                 assert find_bin(store) == store.bin_path(OLDER), (target.name, bit)
+            num_faults += 1
         for size in range(0, bits // 8, max(1, step // 8)):
             with cut(target, size):
                 assert check_bin(path, Depth()).faults, (target.name, size)
                 assert find_bin(store) == store.bin_path(OLDER), (target.name, size)
+            num_faults += 1
+    return num_faults
 
 
 def test_flips_and_cuts_of_a_bin_or_of_its_sum_are_found(harmed: Victim) -> None:
-    check_bins(harmed, stride=61)
+    num_faults = check_bins(harmed, stride=61)
+    record_fault(KIND, "flips and cuts of a .bin and of its sum", num_faults, "found, not imported")
 
 
 def test_a_bin_whose_sum_is_anothers_is_not_imported(harmed: Victim) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from helpers import fuzzing
+from helpers.reliability import record_fault
 
 FOUND = list(fuzzing.found_earlier())
 #: How long each target is looked at by `make soak`.
@@ -38,6 +39,8 @@ def test_mutations_are_read_or_refused_by_name(target: str) -> None:
     seed = int(os.environ.get("DIST_CKPT_TEST_SEED", time.time_ns() % 10**9))
     print(f"DIST_CKPT_TEST_SEED={seed}")
     fuzzing.look_often(target, count=150, seed=seed)
+    what = f"mutations of the file: {target}"
+    record_fault("Bad bytes", what, 150, "read, or refused by name")
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ from helpers.hostile import (
     victim,
     with_tail,
 )
+from helpers.reliability import record_fault
 from helpers.run_dirs import call, ended_run, options_of
 from helpers.trainers import train
 
@@ -76,6 +77,8 @@ def forge_many(folder: Path, count: int) -> None:
             small = small if number % 20 else Small()
     print(f"{count} forgeries: {told}")
     assert min(told.values()) > 0, told
+    what = "forged JSON with digests that fit"
+    record_fault("Bad bytes", what, count, "resumed, passed over or refused by name")
 
 
 def test_forged_json_is_resumed_or_refused_by_name_in_bounded_memory(tmp_path: Path) -> None:
@@ -255,6 +258,8 @@ def test_the_older_generation_is_resumed_after(
         resumed.skipped[0].reason
     )
     assert snapshot_outside(harmed) == outside
+    what = deed.__name__.replace("_", " ")
+    record_fault("Bad bytes", f"somebody may {what}", 1, "the older point is resumed")
 
 
 def snapshot_outside(harmed: Victim) -> dict[str, tuple[int, bytes]]:
