@@ -65,8 +65,9 @@ def connect_ranks(timeout_secs: float) -> RankComm:
     roll_client = StoreClient(make_store, quiet_secs=min(timeout_secs, 2 * ROLL_CALL_SECS))
     try:
         peers = _meet(client, rank, num_ranks, timeout_secs)
-        # Connected now: when it is needed, the host may be gone, and connecting tries for long.
-        roll_client.call(lambda store: store.has([]))
+        # Connected now: when it is needed, the host may be gone, and connecting tries for long. It
+        # takes its time where the machine is busy: the limit of all else counts here.
+        roll_client.call(lambda store: store.has([]), quiet_secs=timeout_secs)
         return RankComm(Place(rank, peers, timeout_secs), client, roll_client)
     except BaseException:
         client.close()

@@ -132,23 +132,28 @@ class StoreClient:
         self._thread: threading.Thread | None = None
         self._state: list[View] = []
 
-    def call(self, work: Callable[[View], T]) -> T:
+    def call(self, work: Callable[[View], T], *, quiet_secs: float | None = None) -> T:
         """Return what ``work`` returned on the client's thread; its errors are raised here.
 
         ``work`` may take as long as it likes while the store keeps answering.
+
+        Args:
+            work: What to do.
+            quiet_secs: How long the store may be silent this once; None: as long as ever.
 
         Raises:
             StoreLostError: The store failed, or was silent for ``quiet_secs``. The work may still
                 be under way.
         """
+        quiet_secs = self._quiet_secs if quiet_secs is None else quiet_secs
         self._start()
         job = _Job(work)
         begun = time.monotonic()
         self._jobs.put(job)
-        while not job.done.wait(self._silence_left(begun)):
-            if self._silence_left(begun) <= 0:
+        while not job.done.wait(self._silence_left(begun, quiet_secs)):
+            if self._silence_left(begun, quiet_secs) <= 0:
                 raise StoreLostError(
-                    f"The job's store hasn't answered for {self._quiet_secs:g} s.",
+                    f"The job's store hasn't answered for {quiet_secs:g} s.",
                     next_step="Start the job again; it resumes from its last generation.",
                 )
         if isinstance(job.error, RuntimeError):
@@ -168,9 +173,9 @@ class StoreClient:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(JOIN_SECS)
 
-    def _silence_left(self, begun: float) -> float:
+    def _silence_left(self, begun: float, quiet_secs: float) -> float:
         last = self._state[0].last_answer if self._state else begun
-        return max(begun, last) + self._quiet_secs - time.monotonic()
+        return max(begun, last) + quiet_secs - time.monotonic()
 
     def _start(self) -> None:
         if self._thread is not None:
