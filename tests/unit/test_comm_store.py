@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from torch.distributed import HashStore, Store
+from torch._C._distributed_c10d import HashStore, Store
 
 from dist_ckpt.comm._store import StoreClient, StoreLostError
 
