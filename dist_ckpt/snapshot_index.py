@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
+from dist_ckpt.collecting import without_collection
 from dist_ckpt.errors import CorruptFileError
 from dist_ckpt.resume_point import load_strict_json
 from dist_ckpt.slices import Box, ByteRange, Placement, dtype_size
@@ -125,6 +126,7 @@ def _entry(tensor: IndexedTensor) -> dict[str, Any]:
     }
 
 
+@without_collection()
 def parse_index(
     data: bytes, *, path: object, file_sizes: Mapping[str, int]
 ) -> dict[str, IndexedTensor]:
@@ -193,7 +195,7 @@ def _parse_place(shard: dict[str, Any], element_bytes: int) -> Placement:
     offsets, sizes = shard["offsets"], shard["sizes"]
     start, stop = shard["tensor"]["byte_range"]
     numbers = [*offsets, *sizes, start, stop]
-    if any(type(number) is not int or not 0 <= number <= _MAX_NUMBER for number in numbers):
+    if {*map(type, numbers)} != {int} or min(numbers) < 0 or max(numbers) > _MAX_NUMBER:
         raise ValueError(
             f"offsets, sizes and byte ranges are whole numbers from 0 to {_MAX_NUMBER}"
         )

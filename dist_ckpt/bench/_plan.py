@@ -65,6 +65,7 @@ class Options:
         against: Names of the other libraries that take part; None for all that are installed.
         without: Names of those that take no part after all: they took a case's ranks down.
         directory: Where everything is written, below a fresh directory that goes at the end.
+        patience: Each case may take so many times its time.
     """
 
     only: Sequence[str] = ()
@@ -73,6 +74,7 @@ class Options:
     against: Sequence[str] | None = None
     without: Sequence[str] = ()
     directory: Path | None = None
+    patience: float = 1.0
 
     def __post_init__(self) -> None:
         """Refuse what can't be measured."""
@@ -87,6 +89,11 @@ class Options:
             raise SettingError(
                 f"{self.repeats} rounds measure nothing.", next_step="Give --repeats 5."
             )
+        if not 0.01 <= self.patience <= 100:
+            raise SettingError(
+                f"A patience of {self.patience} makes no sense.",
+                next_step="Give --patience from 0.01 to 100; 2 doubles the time of each case.",
+            )
         if self.num_bytes is not None and self.num_bytes < 1 << 16:
             raise SettingError(
                 f"A state of {self.num_bytes} bytes measures nothing.",
@@ -96,7 +103,14 @@ class Options:
     def cases(self, free_memory_bytes: int) -> list[Case]:
         """Return the cases at the sizes that memory and options allow."""
         chosen = [case for case in CASES if not self.only or case.name in self.only]
-        return [replace(case, num_bytes=self._size(case, free_memory_bytes)) for case in chosen]
+        return [
+            replace(
+                case,
+                num_bytes=self._size(case, free_memory_bytes),
+                secs=self.patience * case.secs,
+            )
+            for case in chosen
+        ]
 
     def _size(self, case: Case, free_memory_bytes: int) -> int:
         wanted = case.num_bytes if self.num_bytes is None else self.num_bytes

@@ -1,8 +1,9 @@
 """One case on all of its ranks: everybody in turn, round by round. Layer 7.
 
-A turn is a save and what loads it again. The first round doesn't count. In it the live state is
-changed the moment a save lets go, and what comes back is compared with what was there before: a
-copy that is torn shows. After it is known what a turn costs, and time is divided.
+First rounds of saves, one after the other as in training, which doesn't load in between; then
+rounds of loads of what each one saved last. The first round of saves doesn't count. In it the live
+state is changed the moment a save lets go, and what comes back is compared with what was there
+before: a copy that is torn shows. After it is known what a turn costs, and time is divided.
 
 What was measured so far is told before every turn, so that a turn without an end costs no other's.
 """
@@ -39,6 +40,12 @@ from dist_ckpt.bench._time import choose_peers, too_slow
 __all__ = ["Tell", "measure_case"]
 
 
+#: Of a case's time; what is left is for loads.
+_SAVES_SHARE = 0.6
+
+_Figures = dict[str, Callable[[], float]]
+
+
 class Tell(Protocol):
     """Told, on rank 0 alone, who is on turn and what was measured so far."""
 
@@ -57,7 +64,7 @@ class _Measuring:
         self._options = options
         self._folder = folder
         self._tell = tell
-        self._ends = time.monotonic() + case.secs
+        self._began = time.monotonic()
         self._state: TrainingState = build_state(case.state, case.num_bytes)
         share = self._state.num_bytes // dist.get_world_size()
         self._bounds = Limits(share, folder / f"limit_{dist.get_rank()}")
@@ -72,14 +79,12 @@ class _Measuring:
 
     def run(self) -> dict[str, Any]:
         self._enter()
-        for number in range(self._options.repeats + 1):
-            names = self._who(number)
-            if names is None:
-                break
-            self._measure_limits(counts=number > 0)
-            for entrant in self._entrants:
-                if entrant.contender.name in names:
-                    self._turn(entrant, number)
+        bounds, ends = self._bounds, self._began + self._case.secs
+        saving: _Figures = {"memcpy": bounds.memcpy, "write": bounds.write}
+        loading: _Figures = {"read warm": bounds.read_warm, "read cold": bounds.read_cold}
+        halfway = self._began + _SAVES_SHARE * self._case.secs
+        self._rounds(range(self._options.repeats + 1), halfway, saving, self._save)
+        self._rounds(range(1, self._options.repeats + 1), ends, loading, self._load)
         self._leave()
         self._bounds.close()
         if (pinned := pinned_copy_secs(self._state.num_bytes)) is not None:
@@ -109,31 +114,41 @@ class _Measuring:
             except Exception as error:  # noqa: BLE001 - a library that can't run here is told
                 self._note(name, "can't be measured", error)
 
-    def _who(self, number: int) -> set[str] | None:
+    def _rounds(
+        self,
+        numbers: range,
+        ends: float,
+        limits: _Figures,
+        turn: Callable[[Entrant, int], None],
+    ) -> None:
+        for number in numbers:
+            names = self._who(number, ends)
+            if names is None:
+                break
+            self._measure_limits(limits, counts=number > 0)
+            for entrant in self._entrants:
+                if entrant.contender.name in names:
+                    self._turn(entrant, number, turn)
+
+    def _who(self, number: int, ends: float) -> set[str] | None:
         """Return who makes a turn in this round, the same on every rank; None at the end."""
         alive = [e for e in self._entrants if e.takes_part]
         if number <= 1:
             return {e.contender.name for e in alive}
-        left = -largest(time.monotonic() - self._ends)
+        left = -largest(time.monotonic() - ends)
         costs = {e.contender.name: e.turn_secs for e in alive}
         own = self._limits_secs + costs.pop(DistCkpt.name, 0.0)
         rounds = self._options.repeats - number + 1
         chosen = choose_peers(number, rounds, left, own, costs)
         return None if chosen is None else chosen | {DistCkpt.name}
 
-    def _measure_limits(self, *, counts: bool) -> None:
+    def _measure_limits(self, figures: _Figures, *, counts: bool) -> None:
         self._say(LIMITS)
         began = time.monotonic()
-        bounds = self._bounds
-        figures: dict[str, Callable[[], float]] = {
-            "memcpy": bounds.memcpy,
-            "write": bounds.write,
-            "read warm": bounds.read_warm,
-            "read cold": bounds.read_cold,
-        }
         for name, measure in figures.items():
             self._limit(name, measure(), counts=counts)
-        for name, secs in (self._copies.measure() if self._copies else {}).items():
+        copies = self._copies if "memcpy" in figures else None
+        for name, secs in (copies.measure() if copies else {}).items():
             self._limit(f"small {name}", secs, counts=counts)
         self._limits_secs = largest(time.monotonic() - began)
 
@@ -142,21 +157,17 @@ class _Measuring:
         if counts:
             self._limits.setdefault(name, []).append(secs)
 
-    def _turn(self, entrant: Entrant, number: int) -> None:
+    def _turn(self, entrant: Entrant, number: int, turn: Callable[[Entrant, int], None]) -> None:
         self._say(entrant.contender.name)
 
-        def save_and_load(entrant: Entrant) -> None:
+        def work(entrant: Entrant) -> None:
             try:
-                self._save(entrant, number)
-                if number:
-                    self._load(entrant)
+                turn(entrant, number)
             except FailedError:  # on all ranks
                 self._state.rebuild()
                 raise
-            if number == 0 or entrant.contender.aliases:
-                self._state.rebuild()
 
-        entrant.turn(save_and_load)
+        entrant.turn(work)
         if number == 0 and entrant.contender.name != DistCkpt.name:
             entrant.left_out = too_slow(entrant.turn_secs, self._case.secs)
 
@@ -184,9 +195,11 @@ class _Measuring:
         if number == 0:
             together(contender.load)
             entrant.correct = compare(expected, state.digests())
+            state.rebuild()
         entrant.stored_bytes = sum(p.stat().st_size for p in files_below(contender.saved()))
 
-    def _load(self, entrant: Entrant) -> None:
+    def _load(self, entrant: Entrant, number: int) -> None:
+        del number
         contender = entrant.contender
         for figure, prepare in (("cold", drop_cache), ("warm", warm_cache)):
             if dist.get_rank() == 0:
@@ -200,6 +213,8 @@ class _Measuring:
             start = time.perf_counter()
             together(contender.verify)
             entrant.add("verify", largest(time.perf_counter() - start))
+        if contender.aliases:
+            self._state.rebuild()
 
     def _leave(self) -> None:
         for entrant in self._entrants:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 __all__ = ["OWN_ROUNDS", "choose_peers", "too_slow"]
 
 #: Rounds that count for the limits and for dist_ckpt, however little time is left.
-OWN_ROUNDS = 3
+OWN_ROUNDS = 5
 #: A peer whose first turn takes a larger share of the case's time makes no other.
 _SLOW_SHARE = 0.25
 

@@ -38,6 +38,7 @@ from dist_ckpt.capture._values import (
 )
 from dist_ckpt.capture._walk import ModelView, check_view, view_models
 from dist_ckpt.capture._zero import inner_of, is_zero
+from dist_ckpt.collecting import without_collection
 from dist_ckpt.errors import UsageError
 from dist_ckpt.slices import TensorSpec
 from dist_ckpt.tree import JSON
@@ -145,7 +146,7 @@ class LiveObjects:
 
     def aliases(self) -> dict[str, str]:
         """Return each other name of a tied parameter or buffer → the name that is kept."""
-        return dict(self._view().aliases)
+        return dict(self._look()[0].aliases)
 
     def structure(self) -> Structure:
         """Return names, dtypes, shapes and ties of parameters and persistent buffers."""
@@ -156,6 +157,7 @@ class LiveObjects:
         )
         return Structure(parameters, buffers, tuple(view.aliases.items()))
 
+    @without_collection()
     def tensors(self) -> list[LiveTensor]:
         """Return every tensor of this instant, sharing memory with the live objects.
 

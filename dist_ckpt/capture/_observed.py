@@ -98,19 +98,23 @@ def _is_comparable(tensor: torch.Tensor) -> bool:
 
 def _facts(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:
     # Columns: few passes by comprehension are quicker than a tuple for each tensor. Shapes a
-    # dimension at a time, since making a `torch.Size` takes longer than all the rest. Of complex
-    # tensors, which may be conjugated lazily, none is comparable.
-    strides = [tensor.stride() for tensor in tensors]
-    sizes, rest, depths = [], tensors, list(map(len, strides))
+    # dimension at a time, since making a `torch.Size` takes longer than all the rest; strides only
+    # where shape alone doesn't tell them. Of complex tensors, which may be conjugated lazily, none
+    # is comparable.
+    depths = [tensor.dim() for tensor in tensors]
+    sizes, rest, left = [], tensors, depths
     for dim in range(max(depths, default=0)):
-        if not all(depth > dim for depth in depths):
-            rest = [tensor for tensor, depth in zip(rest, depths, strict=True) if depth > dim]
-            depths = [depth for depth in depths if depth > dim]
+        if not all(depth > dim for depth in left):
+            rest = [tensor for tensor, depth in zip(rest, left, strict=True) if depth > dim]
+            left = [depth for depth in left if depth > dim]
         sizes.append([tensor.size(dim) for tensor in rest])
+    dense = [tensor.is_contiguous() for tensor in tensors]
     return (
         [tensor.data_ptr() for tensor in tensors],
-        strides,
+        depths,
         sizes,
+        dense,
+        [t.stride() for t, is_dense in zip(tensors, dense, strict=True) if not is_dense],
         [tensor.dtype for tensor in tensors],
         [tensor.is_neg() for tensor in tensors],
     )

@@ -28,6 +28,9 @@ def bench(
     repeats: Annotated[
         int, typer.Option(metavar="N", help="Rounds that count; fewer where time is up.")
     ] = 5,
+    patience: Annotated[
+        float, typer.Option(metavar="X", help="Give each case X times its time.")
+    ] = 1.0,
     against: Annotated[
         list[str] | None,
         typer.Option(metavar="LIBRARY", help="Several, as the table names them [all], or none."),
@@ -58,6 +61,7 @@ def bench(
         repeats=repeats,
         against=None if against is None else [name for n in against for name in n.split(",")],
         directory=directory,
+        patience=patience,
     )
 
     def tell(text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from dist_ckpt.slices import dtype_size
 from dist_ckpt.snapshot_index import IndexedTensor, encode_name
 
 __all__ = ["canonical_pieces"]
+
+#: Of the file, in its order: what a tensor's key begins and ends with.
+_ARRAYS = (("model", ""), ("optimizer", "/exp_avg"), ("optimizer", "/exp_avg_sq"))
 
 
 def canonical_pieces(store: StoredGenerations, point: ResumePoint) -> Iterator[bytes | memoryview]:
@@ -37,19 +41,19 @@ def canonical_pieces(store: StoredGenerations, point: ResumePoint) -> Iterator[b
             step=point.step,
         )
     index = store.index(point)
-    files = Pieces(store.path(point.step), store.digests(point))
     stateless = set(canonical.stateless)
-    yield encode_header(point.step, canonical.num_params)
-    for prefix, suffix in (("model", ""), ("optimizer", "/exp_avg"), ("optimizer", "/exp_avg_sq")):
-        for name in canonical.names:
-            is_zero = bool(suffix) and name in stateless
-            kind, end = ("model", "") if is_zero else (prefix, suffix)
-            tensor = index.get(f"{kind}/{encode_name(name)}{end}")
-            if tensor is None:
-                raise _contradiction(
-                    store, point, f"{name!r} has no {end or 'weight'} in the index"
-                )
-            yield from _zeros(tensor) if is_zero else _float32(files, tensor)
+    with closing(Pieces(store.path(point.step), store.digests(point))) as files:
+        yield encode_header(point.step, canonical.num_params)
+        for prefix, suffix in _ARRAYS:
+            for name in canonical.names:
+                is_zero = bool(suffix) and name in stateless
+                kind, end = ("model", "") if is_zero else (prefix, suffix)
+                tensor = index.get(f"{kind}/{encode_name(name)}{end}")
+                if tensor is None:
+                    raise _contradiction(
+                        store, point, f"{name!r} has no {end or 'weight'} in the index"
+                    )
+                yield from _zeros(tensor) if is_zero else _float32(files, tensor)
 
 
 def _contradiction(store: StoredGenerations, point: ResumePoint, what: str) -> CorruptFileError:

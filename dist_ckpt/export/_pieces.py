@@ -1,9 +1,9 @@
 """A generation's tensors in the order of the global tensor, whatever way they are cut. Layer 5.
 
 Files are read in whole digested pieces, since nothing unchecked is used; a few of the last ones are
-kept. Canonical order mostly goes along the files. Where a tensor is cut along another dim than its
-first, every stretch of it comes from each of the files that hold a part, so as many pieces are kept
-as that takes, within a limit.
+kept, and a thread reads ahead. Canonical order mostly goes along the files. Where a tensor is cut
+along another dim than its first, every stretch of it comes from each of the files that hold a part,
+so as many pieces are kept as that takes, within a limit.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,14 @@ ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 
 #: So many pieces are kept at most: 512 MiB. Beyond, pieces are read more than once.
 _MOST_PIECES = 32
+#: So many more are on their way, one a file.
+_MOST_AHEAD = 2
+
+_Key = tuple[str, int]
 
 
 class Pieces:
-    """A generation's files, one digested piece at a time.
+    """A generation's files, one digested piece at a time; holds memory and a thread until closed.
 
     Args:
         directory: Of the generation.
@@ -41,11 +46,22 @@ class Pieces:
     def __init__(self, directory: Path, digests: Mapping[str, FileDigest]) -> None:
         self._directory = directory
         self._digests = digests
-        self._kept: OrderedDict[tuple[str, int], ByteArray] = OrderedDict()
-        self._spare: list[ByteArray] = []
+        self._kept: OrderedDict[_Key, ByteArray] = OrderedDict()
+        self._ahead: dict[_Key, tuple[ByteArray, Future[None]]] = {}
+        self._pool = ThreadPoolExecutor(1, "dist-ckpt-read")
         # A tensor that is cut by rows goes from one file to the next, and so does the next tensor:
         # with fewer pieces than files each of them would be read for every tensor in it.
         self._most = min(len(digests) // 2 + 1, _MOST_PIECES)  # each rank has two
+        self._buffers = storage.Buffers(
+            self._most + _MOST_AHEAD, (self._most + _MOST_AHEAD) * storage.PIECE_BYTES
+        )
+
+    def close(self) -> None:
+        """Give memory and thread back."""
+        self._pool.shutdown(cancel_futures=True)
+        self._kept.clear()
+        self._ahead.clear()
+        self._buffers.close()
 
     def in_order(self, tensor: IndexedTensor) -> Iterator[ByteArray]:
         """Yield a tensor's bytes, row-major over the global tensor, at most 16 MiB at a time.
@@ -97,29 +113,39 @@ class Pieces:
             start = first + storage.PIECE_BYTES
 
     def _piece(self, name: str, number: int) -> ByteArray:
-        kept = self._kept.get((name, number))
-        if kept is not None:
-            self._kept.move_to_end((name, number))
-            return kept
-        digest = self._digests[name]
-        start, stop = digest.piece_range(number)
-        buffer = self._buffer()
-        piece = buffer[: stop - start]
-        segment = storage.Segment(start, piece.data, piece.nbytes)
-        storage.read_segments(self._directory / name, [segment], digest, threads=1)
-        self._kept[name, number] = piece
-        return piece
+        key = (name, number)
+        kept = self._kept.get(key)
+        if kept is None:
+            kept = self._kept[key] = self._fetched(key)
+            self._read_ahead((name, number + 1))
+        self._kept.move_to_end(key)
+        return kept[: self._digests[name].piece_range(number)[1] - number * storage.PIECE_BYTES]
 
-    def _buffer(self) -> ByteArray:
-        """Return memory for one more piece: the one that wasn't asked for longest, if need be."""
-        while len(self._kept) >= self._most:
-            _, piece = self._kept.popitem(last=False)
-            self._spare.append(piece if piece.base is None else piece.base)
-        if self._spare:
-            buffer = self._spare.pop()
-            del self._spare[self._most :]
+    def _fetched(self, key: _Key) -> ByteArray:
+        """Return the buffer that holds a piece, compared with its digest."""
+        ahead = self._ahead.pop(key, None)
+        if len(self._kept) >= self._most:
+            self._buffers.give(self._kept.popitem(last=False)[1])
+        if ahead is None:
+            buffer = self._buffers.take()
+            self._read_into(buffer, key)
             return buffer
-        return np.empty(storage.PIECE_BYTES, np.uint8)
+        buffer, done = ahead
+        done.result()
+        return buffer
+
+    def _read_ahead(self, key: _Key) -> None:
+        name, number = key
+        known = key in self._kept or key in self._ahead
+        if known or len(self._ahead) >= _MOST_AHEAD or number >= len(self._digests[name].pieces):
+            return
+        buffer = self._buffers.take()
+        done = storage.hand_on(self._pool, lambda: self._read_into(buffer, key))
+        self._ahead[key] = (buffer, done)
+
+    def _read_into(self, buffer: ByteArray, key: _Key) -> None:
+        name, number = key
+        storage.read_piece(self._directory / name, self._digests[name], number, buffer)
 
 
 def _blocks(shape: tuple[int, ...], most: int) -> Iterator[Box]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dist_ckpt.capture import Captured, frame_of, merge_frames, with_frame
+from dist_ckpt.collecting import without_collection
 from dist_ckpt.comm import Comm
 from dist_ckpt.errors import MismatchError
 from dist_ckpt.layout import Layout, decode_all, encode_specs, plan_layout
@@ -64,6 +65,7 @@ class Planner:
         self._frame: dict[str, Any] | None = None
         self._plan: Plan | None = None
 
+    @without_collection()
     def plan(
         self, specs: list[TensorSpec] | None, shared: Mapping[str, Any] | None, *, phase: str
     ) -> Plan | None:
@@ -99,6 +101,7 @@ class Planner:
             self._specs, self._frame = specs, frame
         return self._plan
 
+    @without_collection()
     def predict(self) -> Layout | None:
         """Return the layout after the first update, None where that can't be told. Collective.
 

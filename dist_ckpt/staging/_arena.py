@@ -16,11 +16,13 @@ import torch
 
 from dist_ckpt.canonical import encode_header
 from dist_ckpt.capture import LiveTensor
+from dist_ckpt.collecting import without_collection
 from dist_ckpt.errors import StorageError
 from dist_ckpt.layout import Layout, Owned, RankLayout
 from dist_ckpt.slices import Role, dtype_size
 from dist_ckpt.staging._compose import Composed, RankValues, compose
-from dist_ckpt.staging._known_copy import KnownCopy, is_plain
+from dist_ckpt.staging._known_copy import KnownCopy
+from dist_ckpt.staging._moves import LARGE_BYTES, Moves, is_plain
 from dist_ckpt.staging._overlap import Overlap
 from dist_ckpt.staging._staged import Staged, Streamed, Writable, optimizer_end, part_of
 from dist_ckpt.staging._state_file import OwnTensor
@@ -52,6 +54,7 @@ class Staging:
         self._arena: Arena | None = None
         self._bytes: torch.Tensor | None = None
         self._plan: RankLayout | None = None
+        self._optimizer_bytes = 0
         self._targets: list[tuple[Owned, torch.Tensor]] = []
         self._overlap = overlap
         self._known = KnownCopy()
@@ -85,6 +88,7 @@ class Staging:
         if self._overlap is not None:
             self._overlap.finish()
 
+    @without_collection()
     def adopt(self, plan: RankLayout, *, values_bytes: int = 0) -> bool:
         """Have an arena that fits ``plan``, its pages touched; costs time only for a new plan.
 
@@ -114,6 +118,7 @@ class Staging:
             # Gaps and zeros of the new plan may lie where the old one had values.
             self._arena.array.fill(0)
         self._plan = plan
+        self._optimizer_bytes = optimizer_end(plan)
         base = _pages(plan.shard_bytes)
         self._targets = [(owned, self._view(owned, 0)) for owned in plan.shard]
         self._targets += [(owned, self._view(owned, base)) for owned in plan.state]
@@ -140,6 +145,7 @@ class Staging:
         flat = self._bytes[base + start : base + stop]
         return flat.view(torch_dtype(owned.dtype)).view(shape)
 
+    @without_collection()
     def stage(
         self,
         layout: Layout,
@@ -177,7 +183,7 @@ class Staging:
             state=array[base : base + _pages(composed.state_bytes)],
             state_bytes=composed.state_bytes,
             header_bytes=len(header),
-            optimizer_bytes=optimizer_end(plan),
+            optimizer_bytes=self._optimizer_bytes,
             overlap=overlap,
         )
 
@@ -203,18 +209,20 @@ class Staging:
             return
         live: Mapping[str, LiveTensor] = {item.spec.key: item for item in tensors}
         later: list[tuple[torch.Tensor, torch.Tensor]] = []
+        moves = Moves()
         with torch.no_grad():
             for owned, target in self._targets:
                 item = live[owned.key]
                 source = part_of(item.tensor, item.spec.boxes, owned.box)
                 if overlap is not None and owned.role not in _BUFFERS and source.is_cuda:
                     later.append((target, source))
-                elif is_plain(source, target):
-                    # On one thread: torch would split each tensor over all cores, which gains
-                    # nothing on memory and stalls at every tensor where a core is busy.
+                elif not is_plain(source, target):
+                    target.copy_(source)
+                elif target.nbytes < LARGE_BYTES:
                     ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
                 else:
-                    target.copy_(source)
+                    moves.add(target, source)
+        moves.run()
         if overlap is not None:
             overlap.start(later)
 

@@ -7,8 +7,8 @@ side by side in the arena are one call of ``np.concatenate``, instead of one eac
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,16 +16,22 @@ import torch
 
 from dist_ckpt.capture import LiveTensor
 from dist_ckpt.layout import Owned
+from dist_ckpt.staging._moves import LARGE_BYTES, Moves, is_plain
 from dist_ckpt.staging._staged import part_of
 
-__all__ = ["KnownCopy", "is_plain"]
-
-#: From this size on a call for a tensor costs nothing beside its bytes.
-_LARGE_BYTES = 1 << 16
+__all__ = ["KnownCopy"]
 
 _Target = tuple[Owned, torch.Tensor]
 #: Target and source.
 _Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass
+class _Calls:
+    """What copies a whole list."""
+
+    joins: list[Callable[[], Any]] = field(default_factory=list)
+    moves: Moves = field(default_factory=Moves)
 
 
 class KnownCopy:
@@ -34,37 +40,44 @@ class KnownCopy:
     def __init__(self) -> None:
         self._tensors: Sequence[LiveTensor] | None = None
         self._targets: Sequence[_Target] | None = None
-        self._calls: list[Callable[[], Any]] | None = None
+        self._calls: _Calls | None = None
+        self.is_possible = True
 
     def copy(self, tensors: Sequence[LiveTensor], targets: Sequence[_Target]) -> bool:
         """Return whether all was copied; False where the list is new, or needs more than that."""
         if tensors is not self._tensors or targets is not self._targets:
-            self._tensors, self._targets, self._calls = tensors, targets, None
+            self._tensors, self._targets = tensors, targets
+            self._calls, self.is_possible = None, True
             return False
-        if self._calls is None:
+        if self._calls is None and self.is_possible:
             self._calls = _plan_calls(tensors, targets)
-        for call in self._calls:
-            call()
-        return bool(self._calls)
+            self.is_possible = self._calls is not None
+        if self._calls is None:
+            return False
+        for join in self._calls.joins:
+            join()
+        self._calls.moves.run()
+        return True
 
 
-def _plan_calls(
-    tensors: Sequence[LiveTensor], targets: Sequence[_Target]
-) -> list[Callable[[], Any]]:
-    """Return the calls that copy everything; none where a tensor isn't plain bytes."""
+def _plan_calls(tensors: Sequence[LiveTensor], targets: Sequence[_Target]) -> _Calls | None:
+    """Return the calls that copy everything; None where a tensor isn't plain bytes."""
     live = {item.spec.key: item for item in tensors}
     pairs = []
     for owned, target in targets:
         item = live[owned.key]
         source = part_of(item.tensor, item.spec.boxes, owned.box)
         if not is_plain(source, target):
-            return []
+            return None
         if target.nbytes:
             pairs.append((target, source))
-    return [
-        _move(*run[0]) if len(run) == 1 else _join([source for _, source in run], run[0][0], pitch)
-        for run, pitch in _runs(pairs)
-    ]
+    calls = _Calls()
+    for run, pitch in _runs(pairs):
+        if len(run) == 1:
+            calls.moves.add(*run[0])
+        else:
+            calls.joins.append(_join([source for _, source in run], run[0][0], pitch))
+    return calls
 
 
 def _runs(pairs: Sequence[_Pair]) -> Iterator[tuple[list[_Pair], int]]:
@@ -80,7 +93,7 @@ def _runs(pairs: Sequence[_Pair]) -> Iterator[tuple[list[_Pair], int]]:
             last = run[-1][0]
             distance, size = pair[0].data_ptr() - last.data_ptr(), pair[0].nbytes
             found = 0 if distance == last.nbytes else distance
-            fits = size < _LARGE_BYTES and last.nbytes < _LARGE_BYTES
+            fits = size < LARGE_BYTES and last.nbytes < LARGE_BYTES
             fits &= found == 0 or (size == last.nbytes and found > size)
             if fits and pitch in (None, found):
                 run.append(pair)
@@ -103,21 +116,3 @@ def _join(sources: Sequence[torch.Tensor], first: torch.Tensor, pitch: int) -> C
     rows = [array.reshape(1, -1) for array in arrays]
     pitched = flat.as_strided((len(rows), first.nbytes), (pitch, 1)).numpy()
     return lambda: np.concatenate(rows, out=pitched)
-
-
-def _move(target: torch.Tensor, source: torch.Tensor) -> Callable[[], Any]:
-    to, start, size = target.data_ptr(), source.data_ptr(), target.nbytes
-    return lambda: ctypes.memmove(to, start, size)
-
-
-def is_plain(source: torch.Tensor, target: torch.Tensor) -> bool:
-    """Return whether the bytes of ``source``, in order, are those that ``target`` must hold."""
-    return (
-        source.is_cpu
-        and source.dtype == target.dtype
-        and source.nbytes == target.nbytes
-        and source.is_contiguous()
-        # Conjugated or negated lazily: only a real copy resolves that.
-        and not source.is_complex()
-        and not source.is_neg()
-    )

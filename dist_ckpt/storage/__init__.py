@@ -40,6 +40,7 @@ from dist_ckpt.storage._ops import (
     round_up,
     use_ops,
 )
+from dist_ckpt.storage._pool import for_each, hand_on
 from dist_ckpt.storage._shard import write_shard
 from dist_ckpt.storage._small import read_file, replace_durable, write_durable
 from dist_ckpt.storage._space import check_space, free_bytes
@@ -47,7 +48,7 @@ from dist_ckpt.storage._stream import StreamWriter
 from dist_ckpt.storage._write_behind import ForwardWriter
 
 if TYPE_CHECKING:
-    from dist_ckpt.storage._read import Segment, read_segments
+    from dist_ckpt.storage._read import Segment, read_piece, read_segments
     from dist_ckpt.storage._read_ahead import ForwardReader
     from dist_ckpt.storage._verify import map_file, sha256_file, verify_file
 
@@ -69,8 +70,10 @@ __all__ = [
     "digest_bytes",
     "exists",
     "file_size",
+    "for_each",
     "free_bytes",
     "get_ops",
+    "hand_on",
     "is_dir",
     "last_moved",
     "link_or_copy",
@@ -81,6 +84,7 @@ __all__ = [
     "make_dir",
     "map_file",
     "read_file",
+    "read_piece",
     "read_segments",
     "remove_tree",
     "rename",
@@ -102,6 +106,7 @@ _LATER = {
     "ForwardReader": "_read_ahead",
     "Segment": "_read",
     "map_file": "_verify",
+    "read_piece": "_read",
     "read_segments": "_read",
     "sha256_file": "_verify",
     "verify_file": "_verify",

@@ -1,4 +1,4 @@
-"""Work on pieces of a file by a few threads. Layer 2, no I/O of its own.
+"""Work on pieces of a file, or of memory, by a few threads. Layer 2, no I/O of its own.
 
 Threads live for one call: starting one costs less than a hundredth of writing one piece, none is
 left behind, and a fork in between can't lose them. The calling thread works too, so that everything

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from dist_ckpt.storage._digest import FileDigest
-    from dist_ckpt.storage._types import Path
+    from dist_ckpt.storage._types import ByteArray, Path
 
 # A gap up to this size is read along and thrown away: cheaper than another call.
 _SMALL_GAP_BYTES: Final = 64 * 2**10
@@ -107,6 +107,30 @@ def read_segments(
                 with open_regular(path) as (other, _):
                     file = DirectReader(other, label, size, direct=True)
                     for_each(sorted(cold), lambda: _bounced(file, plan, checked), 2 * threads)
+
+
+def read_piece(path: Path, digest: FileDigest, number: int, buffer: ByteArray) -> None:
+    """Have one whole piece of a file in ``buffer``, as it was written.
+
+    Past the page cache, unless it is in there. The GIL is let go of while reading. Any thread.
+
+    Args:
+        path: The file.
+        digest: What it must be.
+        number: Of the piece.
+        buffer: Page-aligned, of `PIECE_BYTES`, or of the file's size in whole pages.
+
+    Raises:
+        NotFoundError, ForeignFileError, CorruptFileError, DigestMismatchError, StorageError: As
+            `read_segments`.
+    """
+    start, stop = digest.piece_range(number)
+    with open_regular(path) as (fd, size):
+        if size != digest.size_bytes:
+            raise ends_early(path, digest.size_bytes, size)
+        direct = not get_ops().is_cached(fd, start)
+        DirectReader(fd, path, size, direct=direct).fill(buffer.data, start, stop)
+    require_same(os.fspath(path), number, digest, digest_piece(buffer[: stop - start]))
 
 
 class _Plan:

@@ -32,9 +32,10 @@ def test_the_public_names_are_these() -> None:
         [
             *("PAGE_BYTES", "PIECE_BYTES", "AppendFile", "Arena", "Buffers", "FileDigest"),
             *("ForwardReader", "ForwardWriter", "Ops", "RunLock", "Segment", "StreamWriter"),
-            *("check_space", "device_of", "digest_bytes", "exists", "file_size", "free_bytes"),
-            *("get_ops", "is_dir", "last_moved", "link_or_copy", "list_names", "lock_holder"),
-            *("longest_name_bytes", "lstat", "make_dir", "map_file", "read_file"),
+            *("check_space", "device_of", "digest_bytes", "exists", "file_size"),
+            *("for_each", "free_bytes", "get_ops", "hand_on", "is_dir"),
+            *("last_moved", "link_or_copy", "list_names", "lock_holder"),
+            *("longest_name_bytes", "lstat", "make_dir", "map_file", "read_file", "read_piece"),
             *("read_segments", "remove_tree", "rename", "rename_durable", "replace_durable"),
             *("round_up", "sha256_file", "share_file", "sync_dir", "unlink", "use_ops"),
             *("verify_file", "write_durable", "write_shard"),
