@@ -49,10 +49,11 @@ docs: $(STAMP)  ## the site, warnings as errors, into site/
 	$(BIN)/mkdocs build --strict
 
 # Searches are guided by coverage where atheris has a wheel for this Python; elsewhere they mutate blindly.
-soak: $(STAMP)  ## the slow tests
+soak: $(STAMP)  ## the slow tests: all, or MINUTES=60 of them
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install -qq --disable-pip-version-check \
 	  --only-binary :all: -c constraints.txt '.[fuzz]' || echo "atheris can't be installed: fuzzing without coverage" >&2
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not gpu" $(ARGS)
+	DIST_CKPT_TEST_MINUTES=$(MINUTES) DIST_CKPT_TEST_ORDER=$${ORDER:-$$(date +%s)} \
+	  $(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not gpu" $(ARGS)
 
 clean:  ## remove the environment and what the tools left; runs/ stays
 	rm -rf $(VENV) site build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

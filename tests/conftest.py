@@ -7,6 +7,10 @@ over several threads may differ in its last bit from a sum over one.
 from __future__ import annotations
 
 import os
+import random
+import time
+
+import pytest
 
 # Before anything imports torch: OpenMP reads it once.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -21,3 +25,26 @@ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
 for name in [name for name in os.environ if name.startswith("DIST_CKPT_")]:
     if not name.startswith("DIST_CKPT_TEST_"):  # seeds and records, meant for the tests
         del os.environ[name]
+
+
+_soak = os.environ.get("DIST_CKPT_TEST_MINUTES")
+_ends = time.monotonic() + 60 * float(_soak) if _soak else None
+
+
+def pytest_report_header() -> list[str]:
+    return [] if _ends is None else [f"soak: {_soak} minutes, order {_order()}"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A soak of so many minutes doesn't come to all tests: each one in another order."""
+    if _ends is not None:
+        random.Random(_order()).shuffle(items)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if _ends is not None and time.monotonic() > _ends:
+        pytest.skip(f"the soak's {_soak} minutes are over before {item.name}")
+
+
+def _order() -> str:
+    return os.environ.get("DIST_CKPT_TEST_ORDER", "0")

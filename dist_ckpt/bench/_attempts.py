@@ -29,7 +29,7 @@ _END_SECS = 20.0
 _OURS = "dist_ckpt"
 #: How the limits are called where a contender is named.
 LIMITS = "the limits"
-_MOST_ATTEMPTS = 3
+_MOST_ATTEMPTS = 6
 
 
 def measure(case: Case, options: Options, folder: Path) -> dict[str, Any]:

@@ -65,4 +65,5 @@ def _move(to: int, start: int, size: int) -> None:
 
 @cache
 def _threads() -> int:
-    return min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+    allowed = getattr(os, "sched_getaffinity", None)  # not on every system
+    return min(len(allowed(0)) if allowed else os.cpu_count() or 1, _MOST_THREADS)

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from dist_ckpt import storage
 from dist_ckpt.canonical import bin_size, encode_header, parse_header, regions
 from dist_ckpt.capture import LiveTensor
 from dist_ckpt.errors import (
@@ -30,8 +32,9 @@ from dist_ckpt.errors import (
 from dist_ckpt.export import canonical_pieces, export_bin, read_bin, write_bin, write_sum
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.layout import plan_layout
+from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.slices import Box, Role, TensorSpec
-from dist_ckpt.storage import PIECE_BYTES, Ops, use_ops
+from dist_ckpt.storage import PIECE_BYTES, FileDigest, Ops, use_ops
 from helpers.faulty_ops import Fault, FaultyOps, RecordingOps
 from helpers.generating import Part, adam_part, change_byte, live, write_generation
 
@@ -127,6 +130,63 @@ def test_rows_and_columns_larger_than_a_piece_are_put_together_in_bounded_memory
         assert len(piece) <= PIECE_BYTES
         digest.update(piece)
     assert digest.digest() == hashlib.sha256(whole).digest()
+
+
+def three_pieces_a_rank(tmp_path: Path) -> tuple[GenerationStore, ResumePoint]:
+    rows = 3 * PIECE_BYTES // 1000
+    part = adam_part({"w": torch.arange(2.0 * rows * 250).reshape(2 * rows, 250)})
+    point = write_generation(tmp_path, cut(part, {"w": (2, 1)}))
+    return GenerationStore(tmp_path), point
+
+
+def test_the_next_piece_is_on_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, point = three_pieces_a_rank(tmp_path)
+    read: list[tuple[str, int, bool]] = []
+    real = storage.read_piece
+
+    def read_piece(path: Path, digest: FileDigest, number: int, buffer: np.ndarray) -> None:
+        ahead = threading.current_thread() is not threading.main_thread()
+        read.append((Path(path).name, number, ahead))
+        real(path, digest, number, buffer)
+
+    monkeypatch.setattr(storage, "read_piece", read_piece)
+    found = hashlib.sha256()
+    for piece in canonical_pieces(store, point):
+        found.update(piece)
+    wanted = {
+        (name, number)
+        for name, digest in store.digests(point).items()
+        for number in range(len(digest.pieces))
+        if name.endswith(".shard")
+    }
+    assert {(name, number) for name, number, _ in read} == wanted
+    # The one in which one array ends and the next begins is read again, the files being gone
+    # through in turn.
+    assert len(read) <= len(wanted) + 4
+    assert sum(ahead for *_, ahead in read) >= len(wanted) - 4
+    assert not [t for t in threading.enumerate() if t.name.startswith("dist-ckpt-read")]
+
+
+def test_a_flipped_bit_in_a_piece_that_was_read_ahead_comes_out_where_it_is_used(
+    tmp_path: Path,
+) -> None:
+    store, point = three_pieces_a_rank(tmp_path)
+    change_byte(store.path(point.step) / "rank_00001.shard", 2 * PIECE_BYTES + 9)
+    with pytest.raises(DigestMismatchError) as caught:
+        for _ in canonical_pieces(store, point):
+            pass
+    assert caught.value.piece == 2
+
+
+def test_a_caller_that_stops_in_the_middle_leaves_no_thread(tmp_path: Path) -> None:
+    store, point = three_pieces_a_rank(tmp_path)
+    pieces = canonical_pieces(store, point)
+    for _ in range(3):
+        next(pieces)
+    pieces.close()  # type: ignore[attr-defined]
+    assert not [t for t in threading.enumerate() if t.name.startswith("dist-ckpt-read")]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])

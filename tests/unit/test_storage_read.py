@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,16 @@ from dist_ckpt.errors import (
     StorageError,
     UsageError,
 )
-from dist_ckpt.storage import PIECE_BYTES, FileDigest, Ops, Segment, read_segments, use_ops
+from dist_ckpt.storage import (
+    PIECE_BYTES,
+    Arena,
+    FileDigest,
+    Ops,
+    Segment,
+    read_piece,
+    read_segments,
+    use_ops,
+)
 from helpers.faulty_ops import Fault, FaultyOps, RecordingOps
 
 ROOT = Path(__file__).parents[2]
@@ -304,6 +314,30 @@ def test_what_isnt_cached_is_read_past_the_cache_with_the_same_bytes(
     touched = {at // PIECE_BYTES for start, stop in ranges for at in range(start, stop, 4096)}
     touched |= {(stop - 1) // PIECE_BYTES for start, stop in ranges if stop > start}
     assert set(ops.past) == touched & {1, 2}
+
+
+@pytest.mark.parametrize("cold", [(), (0, 1, 2)], ids=["cached", "cold"])
+def test_a_piece_is_read_whole_and_compared(cold: tuple[int, ...], tmp_path: Path) -> None:
+    saved = Saved(tmp_path / "a.shard")
+    buffer = Arena(PIECE_BYTES).array
+    ops = Cold(*cold)
+    with use_ops(ops):
+        for number in range(len(saved.digest.pieces)):
+            start, stop = saved.digest.piece_range(number)
+            read_piece(saved.path, saved.digest, number, buffer)
+            assert (buffer[: stop - start] == saved.data[start:stop]).all()
+        assert set(ops.past) == set(cold)
+        saved.flip(PIECE_BYTES + 5)
+        with pytest.raises(DigestMismatchError) as caught:
+            read_piece(saved.path, saved.digest, 1, buffer)
+    assert caught.value.piece == 1
+
+
+def test_a_piece_of_a_file_of_another_size_is_not_read(tmp_path: Path) -> None:
+    saved = Saved(tmp_path / "a.shard")
+    other = replace(saved.digest, size_bytes=SIZE + 1)
+    with pytest.raises(CorruptFileError):
+        read_piece(saved.path, other, 0, Arena(PIECE_BYTES).array)
 
 
 def test_a_flipped_bit_is_found_past_the_cache_too(tmp_path: Path) -> None:
