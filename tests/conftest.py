@@ -28,23 +28,20 @@ for name in [name for name in os.environ if name.startswith("DIST_CKPT_")]:
 
 
 _soak = os.environ.get("DIST_CKPT_TEST_MINUTES")
+_order = os.environ.get("DIST_CKPT_TEST_ORDER")
 _ends = time.monotonic() + 60 * float(_soak) if _soak else None
 
 
 def pytest_report_header() -> list[str]:
-    return [] if _ends is None else [f"soak: {_soak} minutes, order {_order()}"]
+    return [] if _ends is None else [f"soak: {_soak} minutes, order {_order}"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A soak of so many minutes doesn't come to all tests: each one in another order."""
-    if _ends is not None:
-        random.Random(_order()).shuffle(items)
+    if _ends is not None and _order:
+        random.Random(_order).shuffle(items)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if _ends is not None and time.monotonic() > _ends:
         pytest.skip(f"the soak's {_soak} minutes are over before {item.name}")
-
-
-def _order() -> str:
-    return os.environ.get("DIST_CKPT_TEST_ORDER", "0")
