@@ -7,8 +7,9 @@ so that looking at a run costs no import of torch.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dist_ckpt.later import imported_later
 
 if TYPE_CHECKING:
     from dist_ckpt.canonical import CanonicalState
@@ -58,9 +59,4 @@ _HOMES = {
     "write_bin": "export",
 }
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"dist_ckpt.{home}"), name)
+__getattr__ = imported_later(__name__, _HOMES)

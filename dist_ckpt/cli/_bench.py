@@ -50,7 +50,7 @@ def bench(
 ) -> Answer:
     """Measure this machine's limits, dist_ckpt and other libraries in turn, in one run.
 
-    Everything is written below a fresh directory that goes at the end. About 12 minutes; for true
+    Everything is written below a fresh directory that goes at the end. About 15 minutes; for true
     figures nothing else should run. Libraries that aren't installed are left out.
     """
     from dist_ckpt import bench as benchmark  # noqa: PLC0415 - looking commands don't need it

@@ -1,7 +1,7 @@
 """Canonical files of generations. Layer 5, not collective."""
 
 from dist_ckpt.export._assemble import canonical_pieces
-from dist_ckpt.export._bin import export_bin, read_bin, write_bin
+from dist_ckpt.export._bin import export_bin, read_bin, write_bin, write_whole
 from dist_ckpt.export._sum import check_sum, read_sum, write_sum
 
 __all__ = [
@@ -12,4 +12,5 @@ __all__ = [
     "read_sum",
     "write_bin",
     "write_sum",
+    "write_whole",
 ]

@@ -31,7 +31,7 @@ from dist_ckpt.resume_point import ResumePoint, shard_name
 _BUFFERS = 4
 _BUFFER_BYTES = 4 << 20
 
-__all__ = ["export_bin", "read_bin", "write_bin", "write_sum"]
+__all__ = ["export_bin", "read_bin", "write_bin", "write_sum", "write_whole"]
 
 
 def read_bin(path: str | os.PathLike[str]) -> CanonicalState:
@@ -68,7 +68,7 @@ def write_bin(
     """
     state = CanonicalState(step, *(_as_float32(array) for array in (weights, m, v)))
     target = Path(path)
-    _write_whole(target, bin_size(state.num_params), encode_pieces(state))
+    write_whole(target, bin_size(state.num_params), encode_pieces(state))
 
 
 def _as_float32(array: np.ndarray) -> np.ndarray:
@@ -81,8 +81,20 @@ def _as_float32(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(given, dtype="<f4")
 
 
-def _write_whole(target: Path, size_bytes: int, pieces: Iterable[bytes | memoryview]) -> str:
-    """Have a whole file at ``target``, durable, name and all; return its sha256."""
+def write_whole(target: Path, size_bytes: int, pieces: Iterable[bytes | memoryview]) -> str:
+    """Have a whole file at ``target``, durable, name and all; return its sha256.
+
+    What is there is replaced at once, and by something whole only.
+
+    Args:
+        target: Where to; its parent exists.
+        size_bytes: Of all pieces together.
+        pieces: In order; each is used up before the next is asked for.
+
+    Raises:
+        UsageError: The pieces are more or less than that.
+        NoSpaceError, StorageError: The file system refused.
+    """
 
     def write(beside: Path) -> str:
         storage.check_space(target.parent, size_bytes)
@@ -160,7 +172,7 @@ def export_bin(store: StoredGenerations, point: ResumePoint, *, copy: bool = Fal
         write_sum(target)
     else:
         size = bin_size(point.canonical.num_params)
-        write_sum(target, _write_whole(target, size, canonical_pieces(store, point)))
+        write_sum(target, write_whole(target, size, canonical_pieces(store, point)))
         how = "assembled"
     return how
 

@@ -7,8 +7,9 @@ when they are first used: a list of generations needs few of them.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dist_ckpt.later import imported_later
 
 if TYPE_CHECKING:
     from dist_ckpt.runs._ask import Answered, ask_save, ask_stop
@@ -97,11 +98,4 @@ _HOMES = {
     "write_export": "_write",
 }
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    globals()[name] = found
-    return found
+__getattr__ = imported_later(__name__, _HOMES)

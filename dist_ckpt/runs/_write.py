@@ -17,7 +17,7 @@ import numpy as np
 from dist_ckpt import storage
 from dist_ckpt.canonical import bin_size
 from dist_ckpt.errors import UsageError
-from dist_ckpt.export import canonical_pieces, write_sum
+from dist_ckpt.export import canonical_pieces, write_sum, write_whole
 from dist_ckpt.layout import plan_runs
 from dist_ckpt.runs._generation import Generation
 from dist_ckpt.runs._places import EXPORT_KEY
@@ -75,11 +75,9 @@ def write_export(
                 next_step="Use --format safetensors --weights-only.",
             )
         size = bin_size(point.canonical.num_params)
-        with _whole(path) as temporary, storage.StreamWriter(temporary, size) as writer:
-            for piece in canonical_pieces(generation.store, point):
-                writer.write(piece)
+        sha256 = write_whole(path, size, canonical_pieces(generation.store, point))
         note = "weights and Adam moments; a resume also needs data, random state and schedule"
-        return Written(str(path), kind, size, write_sum(path, writer.sha256), note)
+        return Written(str(path), kind, size, write_sum(path, sha256), note)
     note = _note(weights_only=weights_only)
     with _whole(path) as temporary:
         _write_safetensors(generation, temporary, note, weights_only=weights_only)

@@ -7,9 +7,9 @@ files are private to the user.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from dist_ckpt.later import imported_later
 from dist_ckpt.storage._append import AppendFile
 from dist_ckpt.storage._arena import Arena
 from dist_ckpt.storage._buffers import Buffers
@@ -112,11 +112,4 @@ _LATER = {
     "verify_file": "_verify",
 }
 
-
-def __getattr__(name: str) -> Any:
-    home = _LATER.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    globals()[name] = found
-    return found
+__getattr__ = imported_later(__name__, _LATER)

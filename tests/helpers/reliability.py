@@ -51,8 +51,10 @@ DIST_CKPT_TEST_RECORD=$PWD/faults.jsonl .venv/bin/python -m pytest -n 3
 .venv/bin/python tests/helpers/reliability.py faults.jsonl > docs/reliability.md
 ```
 
-With `-m "not gpu"` the slow ones are among them: every operation instead of a sample, in an hour
-or more. `DIST_CKPT_TEST_SEED=N` gives the random ones the seed that a failed run has printed.
+With `-m "not gpu"` the slow ones are among them: every operation instead of a sample, in hours.
+`make soak MINUTES=60` begins no more of them after an hour, in an order drawn anew each time
+(`ORDER=N` repeats one). `DIST_CKPT_TEST_SEED=N` gives the random ones the seed that a failed run
+has printed.
 """
 
 

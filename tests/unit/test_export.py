@@ -139,9 +139,7 @@ def three_pieces_a_rank(tmp_path: Path) -> tuple[GenerationStore, ResumePoint]:
     return GenerationStore(tmp_path), point
 
 
-def test_the_next_piece_is_on_its_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_piece_is_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, point = three_pieces_a_rank(tmp_path)
     read: list[tuple[str, int, bool]] = []
     real = storage.read_piece
