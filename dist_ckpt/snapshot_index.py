@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-from dist_ckpt.collecting import without_collection
 from dist_ckpt.errors import CorruptFileError
 from dist_ckpt.resume_point import load_strict_json
 from dist_ckpt.slices import Box, ByteRange, Placement, dtype_size
@@ -126,7 +125,6 @@ def _entry(tensor: IndexedTensor) -> dict[str, Any]:
     }
 
 
-@without_collection()
 def parse_index(
     data: bytes, *, path: object, file_sizes: Mapping[str, int]
 ) -> dict[str, IndexedTensor]:

@@ -30,6 +30,8 @@ for name in [name for name in os.environ if name.startswith("DIST_CKPT_")]:
 _soak = os.environ.get("DIST_CKPT_TEST_MINUTES")
 _order = os.environ.get("DIST_CKPT_TEST_ORDER")
 _ends = time.monotonic() + 60 * float(_soak) if _soak else None
+if _soak and float(_soak) < 1:
+    raise pytest.UsageError(f"MINUTES={_soak}: give the soak a minute or more.")
 
 
 def pytest_report_header() -> list[str]:

@@ -20,7 +20,7 @@ __all__ = ["LIMITS", "measure", "remove_tree"]
 
 #: Above a case's own time: imports, the rounds that are due to everybody, a slow peer's last.
 _GRACE_SECS = 90.0
-#: A turn that takes longer has no end: a save and two loads.
+#: A turn that takes longer has no end: a save, or two loads.
 TURN_SECS = 60.0
 #: For ours and the limits, which a busy machine mustn't cost the case.
 _OWN_TURN_SECS = 180.0

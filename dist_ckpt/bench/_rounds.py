@@ -198,8 +198,7 @@ class _Measuring:
             state.rebuild()
         entrant.stored_bytes = sum(p.stat().st_size for p in files_below(contender.saved()))
 
-    def _load(self, entrant: Entrant, number: int) -> None:
-        del number
+    def _load(self, entrant: Entrant, _number: int) -> None:
         contender = entrant.contender
         for figure, prepare in (("cold", drop_cache), ("warm", warm_cache)):
             if dist.get_rank() == 0:

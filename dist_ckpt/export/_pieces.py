@@ -29,8 +29,8 @@ ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 
 #: So many pieces are kept at most: 512 MiB. Beyond, pieces are read more than once.
 _MOST_PIECES = 32
-#: So many more are on their way, one a file.
-_MOST_AHEAD = 2
+#: So many more are on their way at most, one a file: 128 MiB.
+_MOST_AHEAD = 8
 
 _Key = tuple[str, int]
 
@@ -51,10 +51,12 @@ class Pieces:
         self._pool = ThreadPoolExecutor(1, "dist-ckpt-read")
         # A tensor that is cut by rows goes from one file to the next, and so does the next tensor:
         # with fewer pieces than files each of them would be read for every tensor in it.
-        self._most = min(len(digests) // 2 + 1, _MOST_PIECES)  # each rank has two
-        self._buffers = storage.Buffers(
-            self._most + _MOST_AHEAD, (self._most + _MOST_AHEAD) * storage.PIECE_BYTES
-        )
+        num_ranks = len(digests) // 2  # each has two files
+        self._most = min(num_ranks + 1, _MOST_PIECES)
+        # Ranks' files are gone through at one pace: all come to their next piece at a time.
+        self._most_ahead = min(num_ranks, _MOST_AHEAD)
+        num_buffers = self._most + self._most_ahead
+        self._buffers = storage.Buffers(num_buffers, num_buffers * storage.PIECE_BYTES)
 
     def close(self) -> None:
         """Give memory and thread back."""
@@ -136,8 +138,9 @@ class Pieces:
 
     def _read_ahead(self, key: _Key) -> None:
         name, number = key
-        known = key in self._kept or key in self._ahead
-        if known or len(self._ahead) >= _MOST_AHEAD or number >= len(self._digests[name].pieces):
+        if number >= len(self._digests[name].pieces) or len(self._ahead) >= self._most_ahead:
+            return
+        if key in self._kept or key in self._ahead:
             return
         buffer = self._buffers.take()
         done = storage.hand_on(self._pool, lambda: self._read_into(buffer, key))

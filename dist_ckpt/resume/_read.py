@@ -9,6 +9,7 @@ import torch
 
 from dist_ckpt import storage
 from dist_ckpt.capture import is_sharded, parts_of
+from dist_ckpt.collecting import without_collection
 from dist_ckpt.errors import CorruptFileError, MismatchError, UsageError
 from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.resume._segments import FileSegments, Scatter, add_place, batches_of, bytes_of
@@ -46,6 +47,7 @@ class Reader:
         index: key → tensor, tied ones under each of their keys.
     """
 
+    @without_collection()
     def __init__(
         self, store: StoredGenerations, point: ResumePoint, *, is_shared: bool = False
     ) -> None:
@@ -119,6 +121,7 @@ class Reader:
         self._read({state_name(rank): plan})
         return fresh
 
+    @without_collection()
     def into(
         self, live: Mapping[str, torch.Tensor], *, buffers: Mapping[str, OwnTensor], rank: int
     ) -> int:

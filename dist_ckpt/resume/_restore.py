@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dist_ckpt.capture import Captured
-from dist_ckpt.collecting import without_collection
 from dist_ckpt.comm import Comm
 from dist_ckpt.errors import CorruptFileError, DistCkptError, MismatchError, RankFailedError
 from dist_ckpt.generations import StoredGenerations, is_bad_bytes
@@ -105,7 +104,6 @@ class Restore:
         self._omit = frozenset(omit)
         self._differed: list[str] = []
 
-    @without_collection()
     def run(
         self,
         admit: Callable[[ResumePoint], None],

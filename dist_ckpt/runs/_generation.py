@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dist_ckpt.collecting import without_collection
 from dist_ckpt.errors import NotFoundError, SettingError
 from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.policy import WithoutZombies
@@ -128,7 +127,6 @@ class Generation:
         self._reader().into({key: fresh}, buffers={}, rank=0)
         return fresh
 
-    @without_collection()
     def load_into(
         self,
         *,

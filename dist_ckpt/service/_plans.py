@@ -28,6 +28,7 @@ class Plan:
         parallelism: How this rank's tensors are divided, for people.
     """
 
+    @without_collection()
     def __init__(
         self, layout: Layout, frame: Mapping[str, Any], parallelism: Sequence[str]
     ) -> None:
@@ -65,7 +66,6 @@ class Planner:
         self._frame: dict[str, Any] | None = None
         self._plan: Plan | None = None
 
-    @without_collection()
     def plan(
         self, specs: list[TensorSpec] | None, shared: Mapping[str, Any] | None, *, phase: str
     ) -> Plan | None:
@@ -101,7 +101,6 @@ class Planner:
             self._specs, self._frame = specs, frame
         return self._plan
 
-    @without_collection()
     def predict(self) -> Layout | None:
         """Return the layout after the first update, None where that can't be told. Collective.
 
@@ -124,6 +123,7 @@ class Planner:
         told = self._comm.gather(payload, phase=phase)
         return merge_frames([json.loads(data) for data in told])
 
+    @without_collection()
     def _layout(self, specs: Sequence[TensorSpec], phase: str) -> Layout:
         if self._comm.world_size == 1:
             return plan_layout([specs], self._order)

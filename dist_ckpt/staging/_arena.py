@@ -88,7 +88,6 @@ class Staging:
         if self._overlap is not None:
             self._overlap.finish()
 
-    @without_collection()
     def adopt(self, plan: RankLayout, *, values_bytes: int = 0) -> bool:
         """Have an arena that fits ``plan``, its pages touched; costs time only for a new plan.
 
@@ -104,6 +103,7 @@ class Staging:
                 self._warn(f"saves block training until they are written: {error}")
         return not self._is_short
 
+    @without_collection()
     def _adopt(self, plan: RankLayout, values_bytes: int) -> None:
         need = _pages(plan.shard_bytes) + _pages(plan.state_bytes + values_bytes + _SLACK_BYTES)
         if need <= self.size_bytes and (plan is self._plan or plan == self._plan):
@@ -145,7 +145,6 @@ class Staging:
         flat = self._bytes[base + start : base + stop]
         return flat.view(torch_dtype(owned.dtype)).view(shape)
 
-    @without_collection()
     def stage(
         self,
         layout: Layout,
@@ -204,6 +203,7 @@ class Staging:
             raise RuntimeError("the arena isn't there yet")
         return self._arena.array
 
+    @without_collection()
     def _copy(self, tensors: Sequence[LiveTensor], *, overlap: Overlap | None) -> None:
         if overlap is None and self._known.copy(tensors, self._targets):
             return

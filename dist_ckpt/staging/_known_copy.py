@@ -73,7 +73,7 @@ def _plan_calls(tensors: Sequence[LiveTensor], targets: Sequence[_Target]) -> _C
             pairs.append((target, source))
     calls = _Calls()
     for run, pitch in _runs(pairs):
-        if len(run) == 1:
+        if len(run) == 1 and run[0][0].nbytes >= LARGE_BYTES:
             calls.moves.add(*run[0])
         else:
             calls.joins.append(_join([source for _, source in run], run[0][0], pitch))

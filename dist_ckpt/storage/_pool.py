@@ -45,13 +45,15 @@ def for_each(
         except BaseException as error:  # noqa: BLE001 - told to the caller below
             errors.append(error)
 
-    helpers = _start(drain, min(threads, len(items)) - 1)
+    # Descriptor and memory belong to the caller: no helper may touch them after this call, whatever
+    # interrupts it.
+    crew = _Crew(drain)
     try:
+        crew.start(min(threads, len(items)) - 1)
         drain()
-    finally:
-        # Descriptor and buffer belong to the caller: no thread may outlive this call, whatever
-        # interrupts it.
-        _join(helpers, errors)
+    except BaseException as error:  # noqa: BLE001 - an interrupt, raised below
+        errors.append(error)
+    crew.end(errors)
     if errors:
         raise errors[0]
 
@@ -83,20 +85,41 @@ def hand_on(pool: Executor, work: Callable[[], None]) -> Future[None]:
     return done
 
 
-def _start(target: Callable[[], None], count: int) -> list[threading.Thread]:
-    helpers: list[threading.Thread] = []
-    with suppress(RuntimeError):  # no more threads: fewer do the work
-        for _ in range(count):
-            helper = threading.Thread(target=target, name="dist-ckpt-io", daemon=True)
-            helper.start()
-            helpers.append(helper)
-    return helpers
+class _Crew:
+    """Helpers of one call. One that comes late, its start interrupted, finds the work closed."""
 
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._gate = threading.Lock()
+        self._is_closed = False
+        self._entered: list[threading.Thread] = []
+        self._helpers: list[threading.Thread] = []
 
-def _join(helpers: list[threading.Thread], errors: list[BaseException]) -> None:
-    for helper in helpers:
-        while helper.is_alive():
+    def start(self, count: int) -> None:
+        """Have up to so many threads work."""
+        with suppress(RuntimeError):  # no more threads: fewer do the work
+            for _ in range(count):
+                helper = threading.Thread(target=self._enter, name="dist-ckpt-io", daemon=True)
+                helper.start()
+                self._helpers.append(helper)
+
+    def end(self, errors: list[BaseException]) -> None:
+        """No helper works any more; interrupts meanwhile go to ``errors``, for after."""
+        while True:
             try:
-                helper.join()
+                with self._gate:
+                    self._is_closed = True
+                    helpers = {*self._helpers, *self._entered}
+                for helper in helpers:
+                    helper.join()
             except BaseException as error:  # noqa: BLE001 - a KeyboardInterrupt: finish first
                 errors.append(error)
+            else:
+                return
+
+    def _enter(self) -> None:
+        with self._gate:
+            if self._is_closed:
+                return
+            self._entered.append(threading.current_thread())
+        self._work()

@@ -189,6 +189,14 @@ def test_every_case_runs_with_every_library(tmp_path: Path, name: str) -> None:
     assert bench.describe(document)
 
 
+def test_patience_gives_each_case_more_time_and_has_bounds() -> None:
+    plain, patient = Options().cases(1 << 40), Options(patience=2).cases(1 << 40)
+    assert [case.secs for case in patient] == [2 * case.secs for case in plain]
+    for senseless in (0.0, -1.0, 1000.0):
+        with pytest.raises(SettingError, match="patience"):
+            Options(patience=senseless)
+
+
 def test_a_case_whose_ranks_die_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHOME", "/nowhere")
     options = Options(["scale"], SMALL, directory=tmp_path)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
 import weakref
 
 import pytest
@@ -47,4 +49,49 @@ def test_it_is_on_again_after_an_error() -> None:
 
     with pytest.raises(ValueError, match="no"):
         fail()
+    assert gc.isenabled()
+
+
+def test_threads_one_inside_the_other_leave_it_on() -> None:
+    """The second comes while the first is inside, and stays longer; then many, at random."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def second() -> None:
+        with without_collection():
+            inside.set()
+            assert leave.wait(30)
+            assert not gc.isenabled()
+
+    thread = threading.Thread(target=second)
+    with without_collection():
+        thread.start()
+        assert inside.wait(30)
+    assert not gc.isenabled()  # the second is inside still
+    leave.set()
+    thread.join()
+    assert gc.isenabled()
+
+    def many() -> None:
+        for _ in range(3000):
+            with without_collection():
+                pass
+
+    threads = [threading.Thread(target=many) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert gc.isenabled()
+
+
+def test_a_child_forked_meanwhile_has_it_on() -> None:
+    with without_collection():
+        child = os.fork()
+        if child == 0:
+            was_on = gc.isenabled()
+            with without_collection():
+                is_off = not gc.isenabled()
+            os._exit(0 if was_on and is_off and gc.isenabled() else 1)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
     assert gc.isenabled()

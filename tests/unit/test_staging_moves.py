@@ -49,13 +49,18 @@ def test_every_byte_comes_over_whatever_the_sizes_and_again_when_they_have_chang
 def test_a_thread_that_is_slow_leaves_the_rest_to_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real, taken = ctypes.memmove, dict[str, int]()
+    real, taken = ctypes.memmove, {"MainThread": 0, "dist-ckpt-io": 0}
+    helped, rest = threading.Event(), threading.Event()
 
     def memmove(*args: Any) -> int:
-        name = threading.current_thread().name
-        taken[name] = taken.get(name, 0) + 1
-        if threading.current_thread() is not threading.main_thread():
-            time.sleep(0.2)
+        taken[threading.current_thread().name] += 1
+        if threading.current_thread() is threading.main_thread():
+            assert helped.wait(30)  # a helper has a piece, and keeps it
+            if sum(taken.values()) == 40:
+                rest.set()
+        else:
+            helped.set()
+            assert rest.wait(30)
         return real(*args)
 
     monkeypatch.setattr(ctypes, "memmove", memmove)
@@ -63,7 +68,7 @@ def test_a_thread_that_is_slow_leaves_the_rest_to_the_others(
     moves.run()
     assert same(sources, targets)
     assert sum(taken.values()) == 40
-    assert taken["dist-ckpt-io"] == 2  # one each, while the training thread did the rest
+    assert 1 <= taken["dist-ckpt-io"] <= 2  # one each, while the training thread did the rest
 
 
 def test_no_thread_outlives_the_copy_and_none_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
