@@ -14,7 +14,7 @@ Every wait has a limit, and every failure is a `JobError` that names the ranks i
 from __future__ import annotations
 
 from dist_ckpt.comm._base import Comm
-from dist_ckpt.comm._connect import connect
+from dist_ckpt.comm._connect import connect, place_in_job
 from dist_ckpt.comm._solo import SoloComm
 
-__all__ = ["Comm", "SoloComm", "connect"]
+__all__ = ["Comm", "SoloComm", "connect", "place_in_job"]

@@ -34,16 +34,27 @@ def connect(timeout_secs: float) -> Comm:
             next_step="Leave it out for 600 seconds.",
             found=timeout_secs,
         )
-    # A program that never imported it can't have initialised it: nothing to import, nothing to ask.
-    dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
-        if dist.get_world_size() == 1:
+    place = place_in_job()
+    if place is not None:
+        if place[1] == 1:
             return SoloComm()
         from dist_ckpt.comm._ranks import connect_ranks  # noqa: PLC0415 - costs seconds of import
 
         return connect_ranks(float(timeout_secs))
     _check_alone()
     return SoloComm()
+
+
+def place_in_job() -> tuple[int, int] | None:
+    """Return this process's rank and the world size; None where there is no process group.
+
+    Not collective.
+    """
+    # A program that never imported it can't have initialised it: nothing to import, nothing to ask.
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not (dist.is_available() and dist.is_initialized()):
+        return None
+    return dist.get_rank(), dist.get_world_size()
 
 
 def _check_alone() -> None:

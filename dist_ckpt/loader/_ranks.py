@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 
+from dist_ckpt.comm import place_in_job
 from dist_ckpt.errors import SettingError
 
 __all__ = ["rank_and_world_size"]
@@ -22,7 +23,7 @@ def rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, 
             size.
     """
     if rank is None or world_size is None:
-        found = _from_torch() or (_from_environment("RANK", 0), _from_environment("WORLD_SIZE", 1))
+        found = place_in_job() or (_from_environment("RANK", 0), _from_environment("WORLD_SIZE", 1))
         rank = found[0] if rank is None else rank
         world_size = found[1] if world_size is None else world_size
     if not 0 <= rank < world_size:
@@ -33,15 +34,6 @@ def rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, 
             found=rank,
         )
     return rank, world_size
-
-
-def _from_torch() -> tuple[int, int] | None:
-    # Asking is local; it is the only thing here that knows torch.distributed.
-    from torch import distributed  # noqa: PLC0415 - the seam to torch.distributed is this function
-
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return None
-    return distributed.get_rank(), distributed.get_world_size()
 
 
 def _from_environment(name: str, default: int) -> int:

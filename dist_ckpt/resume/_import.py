@@ -195,7 +195,8 @@ class _BinReader(Reader):
     def __init__(self, path: Path, index: Mapping[str, IndexedTensor]) -> None:
         # Not the base's: there is no generation, the file's place and its tensors are all it takes.
         self._directory = path.parent
-        self._is_shared = True  # without digests nothing is read past the page cache
+        self._place = (0, 1)
+        self._direct = False  # without digests nothing is read past the page cache
         digests: dict[str, Any] = {path.name: None}
         self._digests: dict[str, FileDigest] = digests
         self.index = dict(index)

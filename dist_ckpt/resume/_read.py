@@ -40,8 +40,8 @@ class Reader:
     Args:
         store: The run's generations.
         point: The checked resume point.
-        is_shared: Other ranks read the same files: through the page cache, so that one of them
-            brings it there for all.
+        place: This rank, and how many read the same files at this time: through the page cache
+            then, each beginning elsewhere, so that each brings a part there for all.
 
     Attributes:
         index: key → tensor, tied ones under each of their keys.
@@ -49,10 +49,11 @@ class Reader:
 
     @without_collection()
     def __init__(
-        self, store: StoredGenerations, point: ResumePoint, *, is_shared: bool = False
+        self, store: StoredGenerations, point: ResumePoint, *, place: tuple[int, int] = (0, 1)
     ) -> None:
         self._point = point
-        self._is_shared = is_shared
+        self._place = place
+        self._direct = place[1] == 1
         self._directory = store.path(point.step)
         self._digests = store.digests(point)
         self.index = store.index(point)
@@ -208,15 +209,34 @@ class Reader:
         return source
 
     def _read(self, plan: Mapping[str, FileSegments]) -> None:
-        for name, file in plan.items():
+        names = sorted(plan)
+        first, begin = _beginning([plan[name].num_bytes for name in names], *self._place)
+        for name in names[first:] + names[:first]:
             digest: FileDigest = self._digests[name]
             path = self._directory / name
-            segments = sorted(file.segments, key=lambda segment: segment.offset)
+            segments = sorted(plan[name].segments, key=lambda segment: segment.offset)
             try:
-                storage.read_segments(path, segments, digest, direct=not self._is_shared)
+                storage.read_segments(path, segments, digest, direct=self._direct, begin=begin)
             except UsageError as error:
                 raise CorruptFileError(
                     f"Tensors overlap in {path}: {error.message}",
                     next_step="Use another generation.",
                     path=str(path),
                 ) from error
+            begin = 0.0
+
+
+def _beginning(sizes: Sequence[int], rank: int, num_ranks: int) -> tuple[int, float]:
+    """Return where a rank begins so that all of them cover the most: which file, which share of it.
+
+    Args:
+        sizes: Bytes wanted of each file.
+        rank: Who.
+        num_ranks: How many read them.
+    """
+    skipped = sum(sizes) * rank // num_ranks
+    for number, size in enumerate(sizes):
+        if skipped < size:
+            return number, skipped / size
+        skipped -= size
+    return 0, 0.0

@@ -122,7 +122,7 @@ class Restore:
         same_size = point.world_size == comm.world_size
         own_rank = comm.rank if same_size else 0
         reader = self._together(
-            "index", lambda: Reader(self._store, point, is_shared=comm.world_size > 1)
+            "index", lambda: Reader(self._store, point, place=(comm.rank, comm.world_size))
         )
         told = self._together("values", lambda: self._inherit(reader, point, own_rank))
         self._together("read", lambda: self._read_tensors(reader, point, told))

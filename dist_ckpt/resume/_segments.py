@@ -33,6 +33,11 @@ class FileSegments:
 
     segments: list[Segment] = field(default_factory=list)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes wanted."""
+        return sum(segment.length for segment in self.segments)
+
     def add(self, start: int, target: memoryview) -> None:
         """Have the file's bytes from ``start`` on in ``target``."""
         if target.nbytes:

@@ -164,6 +164,7 @@ class Generation:
         import torch  # noqa: PLC0415 - looking at a run must not cost its import
 
         from dist_ckpt.capture import Captured  # noqa: PLC0415 - as above
+        from dist_ckpt.comm import place_in_job  # noqa: PLC0415 - as above
         from dist_ckpt.resume import inherit  # noqa: PLC0415 - as above
 
         if not 0 <= rank < self.manifest.world_size:
@@ -179,7 +180,8 @@ class Generation:
         if optimizer is None:
             # Capture wants one; it owns no parameter, and is left out of the restore.
             given["optimizer"] = torch.optim.SGD([{"params": []}], lr=0.0)
-        reader = self._reader()
+        # Ranks of a job mostly load at the same time.
+        reader = self._reader(place_in_job() or (0, 1))
         captured = Captured(model, given.pop("optimizer"), **given)
         told = inherit(reader, self.manifest, rank=rank, wanted=captured.parts())
         if extra is not None:
@@ -197,8 +199,8 @@ class Generation:
         own = told.read(reader)
         captured.load_rank(told.values, lambda number: own[number], accept=accept, omit=omit)
 
-    def _reader(self) -> Reader:
+    def _reader(self, place: tuple[int, int] = (0, 1)) -> Reader:
         from dist_ckpt.resume import Reader  # noqa: PLC0415 - it imports torch
 
         self.store.check_files(self.manifest)
-        return Reader(self.store, self.manifest)
+        return Reader(self.store, self.manifest, place=place)

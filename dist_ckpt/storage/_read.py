@@ -61,6 +61,7 @@ def read_segments(
     *,
     threads: int = 2,
     direct: bool = False,
+    begin: float = 0.0,
     path_label: str | None = None,
 ) -> None:
     """Return when every target holds its bytes and every touched piece was as it must be.
@@ -75,6 +76,7 @@ def read_segments(
             MiB, past the page cache. Any thread may call.
         direct: With a digest, read past the page cache what isn't in it. Not where several
             processes read the same file: the cache has it for all of them.
+        begin: Where to begin, as a share of the pieces from 0 up to 1; what lies before comes last.
         path_label: What to call the file in errors.
 
     Raises:
@@ -95,10 +97,13 @@ def read_segments(
             raise ends_early(label, digest.size_bytes, size)
         if plan.end > size:
             raise ends_early(label, plan.end, size)
+        pieces = plan.pieces()
+        first = int(begin * len(pieces))
+        pieces = [*pieces[first:], *pieces[:first]]
         if digest is None:
-            for_each(plan.pieces(), lambda: _unchecked(fd, plan), threads)
+            for_each(pieces, lambda: _unchecked(fd, plan), threads)
         else:
-            checked, pieces = digest, plan.pieces()
+            checked = digest
             cold = _cold_pieces(fd, pieces) if direct else set()
             warm = [piece for piece in pieces if piece not in cold]
             for_each(warm, lambda: _checked(fd, plan, checked), threads)

@@ -20,6 +20,7 @@ from dist_ckpt.errors import (
 )
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.resume import Reader
+from dist_ckpt.resume._read import _beginning
 from dist_ckpt.slices import Role
 from dist_ckpt.staging import OwnTensor
 from dist_ckpt.storage import PIECE_BYTES, FileDigest, digest_bytes
@@ -192,6 +193,31 @@ def test_a_tail_of_another_save_is_refused_though_every_digest_is_right(tmp_path
         reader = Reader(store, store.manifest(step))
         with pytest.raises(CorruptFileError, match=f"of step {step}, save {id_[:8]}"):
             reader.tail(0)
+
+
+@pytest.mark.parametrize("sizes", [[10], [4, 4], [100, 0, 1, 50], [1, 1, 1, 1]])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_ranks_that_read_the_same_files_begin_at_equal_distances(
+    sizes: list[int], num_ranks: int
+) -> None:
+    total = sum(sizes)
+    for rank in range(num_ranks):
+        number, share = _beginning(sizes, rank, num_ranks)
+        assert 0 <= share < 1
+        at = sum(sizes[:number]) + share * sizes[number]
+        assert at == pytest.approx(total * rank // num_ranks)
+    assert _beginning([], 1, 2) == (0, 0.0)
+    assert _beginning([0, 0], 1, 2) == (0, 0.0)
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_every_byte_comes_wherever_a_rank_begins(tmp_path: Path, rank: int) -> None:
+    part = adam_part({f"w{n}": torch.randn(500 + n) for n in range(4)})
+    point = write_generation(tmp_path, [part, part])
+    live = {item.spec.key: torch.zeros_like(item.tensor) for item in part.tensors}
+    Reader(GenerationStore(tmp_path), point, place=(rank, 3)).into(live, buffers={}, rank=0)
+    for item in part.tensors:
+        assert raw(live[item.spec.key]) == raw(item.tensor)
 
 
 def test_a_tail_of_another_rank_is_refused(tmp_path: Path) -> None:

@@ -316,6 +316,33 @@ def test_what_isnt_cached_is_read_past_the_cache_with_the_same_bytes(
     assert set(ops.past) == touched & {1, 2}
 
 
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize(
+    ("begin", "order"), [(0.0, [0, 1, 2]), (0.5, [1, 2, 0]), (0.99, [2, 0, 1])]
+)
+def test_reading_begins_where_it_is_told_and_reads_everything(
+    begin: float, order: list[int], check: bool, saved: Saved
+) -> None:
+    target = np.zeros(SIZE, np.uint8)
+    pieces: list[int] = []
+
+    class Noting(Ops):
+        def preadv(self, fd: int, buffers: Sequence[bytearray | memoryview], offset: int) -> int:
+            pieces.append(offset // PIECE_BYTES)
+            return super().preadv(fd, buffers, offset)
+
+    with use_ops(Noting()):
+        read_segments(
+            saved.path,
+            [Segment(0, target.data, SIZE)],
+            saved.digest if check else None,
+            threads=1,
+            begin=begin,
+        )
+    assert (target == saved.data).all()
+    assert list(dict.fromkeys(pieces)) == order
+
+
 @pytest.mark.parametrize("cold", [(), (0, 1, 2)], ids=["cached", "cold"])
 def test_a_piece_is_read_whole_and_compared(cold: tuple[int, ...], tmp_path: Path) -> None:
     saved = Saved(tmp_path / "a.shard")
