@@ -133,7 +133,7 @@ def read_piece(path: Path, digest: FileDigest, number: int, buffer: ByteArray) -
     with open_regular(path) as (fd, size):
         if size != digest.size_bytes:
             raise ends_early(path, digest.size_bytes, size)
-        direct = not get_ops().is_cached(fd, start)
+        direct = not _is_cached(fd, start)
         DirectReader(fd, path, size, direct=direct).fill(buffer.data, start, stop)
     require_same(os.fspath(path), number, digest, digest_piece(buffer[: stop - start]))
 
@@ -223,8 +223,14 @@ def _checked(fd: int, plan: _Plan, digest: FileDigest) -> Callable[[int], None]:
 
 def _cold_pieces(fd: int, pieces: Sequence[int]) -> set[int]:
     """Return the pieces whose first byte isn't in the page cache."""
-    is_cached = get_ops().is_cached
-    return {piece for piece in pieces if not is_cached(fd, piece * PIECE_BYTES)}
+    return {piece for piece in pieces if not _is_cached(fd, piece * PIECE_BYTES)}
+
+
+def _is_cached(fd: int, offset: int) -> bool:
+    try:
+        return get_ops().is_cached(fd, offset)
+    except OSError:
+        return True  # the read itself will meet it, and name it
 
 
 def _bounced(file: DirectReader, plan: _Plan, digest: FileDigest) -> Callable[[int], None]:

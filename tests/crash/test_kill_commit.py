@@ -163,6 +163,7 @@ def _changes(base: Options, folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("stride", [1])
 def test_killed_at_every_operation_there_is_a_usable_generation(
     stride: int, base: Options, tmp_path: Path

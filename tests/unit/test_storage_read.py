@@ -367,6 +367,20 @@ def test_a_piece_of_a_file_of_another_size_is_not_read(tmp_path: Path) -> None:
         read_piece(saved.path, other, 0, Arena(PIECE_BYTES).array)
 
 
+def test_a_disk_that_fails_at_the_look_into_the_cache_is_named_by_the_read(saved: Saved) -> None:
+    class Failing(Cold):
+        def is_cached(self, fd: int, offset: int) -> bool:
+            del fd, offset
+            raise OSError(errno.EIO, "no")
+
+    (found,) = read_direct(saved, [(0, SIZE)], Failing())
+    assert (found == saved.data).all()
+    faults = FaultyOps(Fault("preadv", error="EIO"), Fault("is_cached", error="EIO"))
+    with use_ops(faults), pytest.raises(StorageError):
+        read_segments(saved.path, [Segment(0, None, SIZE)], saved.digest, direct=True)
+    assert {call.op for call in faults.strikes} == {"is_cached", "preadv"}
+
+
 def test_a_flipped_bit_is_found_past_the_cache_too(tmp_path: Path) -> None:
     saved = Saved(tmp_path / "a.shard")
     saved.flip(PIECE_BYTES + 5)
