@@ -61,7 +61,7 @@ def spawn(
         [sys.executable, *what, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})},
         text=True,
-        timeout=60,
+        timeout=200,  # for one that hangs; on a busy machine a proof on two ranks takes a minute
         check=False,
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
     )
