@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -92,15 +93,17 @@ class Nursery:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             text=True,
         )
+        self._lock = threading.Lock()
         atexit.register(self.close)
 
     def ask(self, order: Mapping[str, Any]) -> Any:
-        """Return the answer to an order."""
+        """Return the answer to an order; any thread."""
         if self._process.stdin is None or self._process.stdout is None:
             raise RuntimeError("the nursery has no pipes")
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+        with self._lock:
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+            return json.loads(self._process.stdout.readline())
 
     def close(self) -> None:
         """It has ended."""
