@@ -31,7 +31,7 @@ from dist_ckpt.resume_point import ResumePoint, shard_name
 _BUFFERS = 4
 _BUFFER_BYTES = 4 << 20
 
-__all__ = ["export_bin", "read_bin", "write_bin", "write_sum", "write_whole"]
+__all__ = ["export_bin", "put_whole", "read_bin", "write_bin", "write_sum", "write_whole"]
 
 
 def read_bin(path: str | os.PathLike[str]) -> CanonicalState:
@@ -119,10 +119,10 @@ def write_whole(target: Path, size_bytes: int, pieces: Iterable[bytes | memoryvi
                 )
         return writer.sha256 or ""
 
-    return _put(target, write)
+    return put_whole(target, write)
 
 
-def _put(target: Path, make: Callable[[Path], str]) -> str:
+def put_whole(target: Path, make: Callable[[Path], str]) -> str:
     """Have what ``make`` makes beside ``target`` under that name, durable; return its answer.
 
     What is at ``target`` is replaced at once, and by something whole only.
@@ -168,7 +168,7 @@ def export_bin(store: StoredGenerations, point: ResumePoint, *, copy: bool = Fal
     # The sum goes first: while it is there, it is the one of the file beside it.
     storage.unlink(sum_path, missing_ok=True)
     if point.canonical.is_shard:
-        how = _put(target, lambda beside: storage.link_or_copy(shard, beside, copy=copy))
+        how = put_whole(target, lambda beside: storage.link_or_copy(shard, beside, copy=copy))
         write_sum(target)
     else:
         size = bin_size(point.canonical.num_params)

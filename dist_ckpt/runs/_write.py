@@ -5,9 +5,8 @@ Each file gets its name only when it is whole and durable, and its ``.sha256`` b
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 from dist_ckpt import storage
 from dist_ckpt.canonical import bin_size
 from dist_ckpt.errors import UsageError
-from dist_ckpt.export import canonical_pieces, write_sum, write_whole
+from dist_ckpt.export import canonical_pieces, put_whole, write_sum, write_whole
 from dist_ckpt.layout import plan_runs
 from dist_ckpt.runs._generation import Generation
 from dist_ckpt.runs._places import EXPORT_KEY
@@ -79,9 +78,12 @@ def write_export(
         note = "weights and Adam moments; a resume also needs data, random state and schedule"
         return Written(str(path), kind, size, write_sum(path, sha256), note)
     note = _note(weights_only=weights_only)
-    with _whole(path) as temporary:
-        _write_safetensors(generation, temporary, note, weights_only=weights_only)
-        digest = storage.sha256_file(temporary)
+
+    def write(beside: Path) -> str:
+        _write_safetensors(generation, beside, note, weights_only=weights_only)
+        return storage.sha256_file(beside)
+
+    digest = put_whole(path, write)
     return Written(str(path), kind, storage.file_size(path), write_sum(path, digest), note)
 
 
@@ -90,20 +92,6 @@ def _note(*, weights_only: bool) -> str:
     if weights_only:
         return "weights for inference; can't be resumed"
     return "weights and optimizer tensors; can't be resumed: no data, random state or schedule"
-
-
-@contextlib.contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """Give a name beside ``path``; what was written there is called ``path`` on leaving."""
-    temporary = path.with_name(f".tmp-{path.name}")
-    storage.unlink(temporary, missing_ok=True)
-    try:
-        yield temporary
-        storage.rename(temporary, path)
-    except BaseException:
-        storage.unlink(temporary, missing_ok=True)
-        raise
-    storage.sync_dir(path.parent)
 
 
 def _write_safetensors(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dist_ckpt.comm import SoloComm, connect
+from dist_ckpt.comm import Comm, SoloComm, connect
 from dist_ckpt.errors import (
     CorruptFileError,
     DistCkptError,
@@ -213,6 +213,15 @@ def test_a_rank_that_comes_late_is_named_by_all_itself_included() -> None:
         assert result.value[0]["missing"] == [2]
 
 
+def close_once_told(ctx: RankContext, comm: Comm) -> None:
+    """Rank 1, which has left, stays alive until the other has learned why."""
+    comm.close()
+    if ctx.rank == 1:
+        ctx.wait_for("told", 0)
+    else:
+        ctx.reach("told")
+
+
 def body_leaves(ctx: RankContext) -> list[dict[str, Any]]:
     comm = connect(20.0)
 
@@ -222,11 +231,7 @@ def body_leaves(ctx: RankContext) -> list[dict[str, Any]]:
         time.sleep(0.3)
 
     seen = [caught(lambda: comm.together("loading", work))]
-    comm.close()
-    if ctx.rank == 1:
-        ctx.wait_for("told", 0)
-    else:
-        ctx.reach("told")
+    close_once_told(ctx, comm)
     return seen
 
 
@@ -256,11 +261,7 @@ def body_leaves_between(ctx: RankContext) -> list[dict[str, Any]]:
 
         comm._take_largest = interrupted  # type: ignore[method-assign]
     seen = [caught(lambda: comm.agree([0, 1])), caught(lambda: comm.agree([0]))]
-    comm.close()
-    if ctx.rank == 1:
-        ctx.wait_for("told", 0)
-    else:
-        ctx.reach("told")
+    close_once_told(ctx, comm)
     return seen
 
 
