@@ -53,7 +53,7 @@ soak: $(STAMP)  ## the slow tests: all, or MINUTES=60 of them
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install -qq --disable-pip-version-check \
 	  --only-binary :all: -c constraints.txt '.[fuzz]' || echo "atheris can't be installed: fuzzing without coverage" >&2
 	DIST_CKPT_TEST_MINUTES=$(MINUTES) DIST_CKPT_TEST_ORDER=$${ORDER:-$$(date +%s)} \
-	  $(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not gpu" $(ARGS)
+	  $(BIN)/python -m pytest -n 2 --dist worksteal -o faulthandler_timeout=0 -m "slow and not gpu" $(ARGS)
 
 clean:  ## remove the environment and what the tools left; runs/ stays
 	rm -rf $(VENV) site build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
