@@ -21,13 +21,13 @@ __all__ = ["describe_bin", "describe_generation", "tell_bin", "tell_generation"]
 
 def describe_bin(path: Path) -> dict[str, Any]:
     """Return what the header of a canonical file says."""
-    from dist_ckpt.export import read_bin  # noqa: PLC0415 - a generation is shown without numpy
+    from dist_ckpt.export import read_header  # noqa: PLC0415 - a generation is shown without numpy
 
-    state = read_bin(path)
+    step, num_params = read_header(path)
     return {
         "path": str(path),
-        "step": state.step,
-        "num_params": state.num_params,
+        "step": step,
+        "num_params": num_params,
         "bytes": storage.file_size(path),
         "has_sum": storage.exists(path.with_name(f"{path.name}.sha256")),
     }

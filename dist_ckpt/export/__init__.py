@@ -1,7 +1,14 @@
 """Canonical files of generations. Layer 5, not collective."""
 
 from dist_ckpt.export._assemble import canonical_pieces
-from dist_ckpt.export._bin import export_bin, put_whole, read_bin, write_bin, write_whole
+from dist_ckpt.export._bin import (
+    export_bin,
+    put_whole,
+    read_bin,
+    read_header,
+    write_bin,
+    write_whole,
+)
 from dist_ckpt.export._sum import check_sum, read_sum, write_sum
 
 __all__ = [
@@ -10,6 +17,7 @@ __all__ = [
     "export_bin",
     "put_whole",
     "read_bin",
+    "read_header",
     "read_sum",
     "write_bin",
     "write_sum",

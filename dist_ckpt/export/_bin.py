@@ -16,9 +16,11 @@ import numpy as np
 
 from dist_ckpt import storage
 from dist_ckpt.canonical import (
+    HEADER_BYTES,
     CanonicalState,
     bin_size,
     encode_pieces,
+    parse_header,
     parse_state,
 )
 from dist_ckpt.errors import DistCkptError, UsageError
@@ -31,7 +33,15 @@ from dist_ckpt.resume_point import ResumePoint, shard_name
 _BUFFERS = 4
 _BUFFER_BYTES = 4 << 20
 
-__all__ = ["export_bin", "put_whole", "read_bin", "write_bin", "write_sum", "write_whole"]
+__all__ = [
+    "export_bin",
+    "put_whole",
+    "read_bin",
+    "read_header",
+    "write_bin",
+    "write_sum",
+    "write_whole",
+]
 
 
 def read_bin(path: str | os.PathLike[str]) -> CanonicalState:
@@ -48,6 +58,20 @@ def read_bin(path: str | os.PathLike[str]) -> CanonicalState:
         CorruptFileError: The header or the length is wrong; found before anything is allocated.
     """
     return parse_state(storage.map_file(Path(path)), path=path)
+
+
+def read_header(path: str | os.PathLike[str]) -> tuple[int, int]:
+    """Return step and number of parameters of a canonical file; its length fits them.
+
+    Nothing is mapped, so a page that the device can't read is an error and not the process's end.
+
+    Raises:
+        NotFoundError: No such file.
+        CorruptFileError: The header or the length is wrong.
+        StorageError: The system refused.
+    """
+    head, size = storage.read_head(Path(path), HEADER_BYTES)
+    return parse_header(head, file_size=size, path=path)
 
 
 def write_bin(
@@ -181,8 +205,7 @@ def _is_ours(path: Path, store: StoredGenerations, point: ResumePoint, *, copy: 
     """Return whether ``path`` holds this generation's canonical file, as it is wanted."""
     canonical = point.canonical
     try:
-        state = read_bin(path)
-        if (state.step, state.num_params) != (point.step, canonical.num_params):
+        if read_header(path) != (point.step, canonical.num_params):
             return False
         if not canonical.is_shard:
             return storage.exists(path.with_name(f"{path.name}.sha256"))

@@ -52,7 +52,8 @@ class GenerationStore(StoredGenerations):
     def create(self) -> None:
         """Have the run directory and ``checkpoints/``, each found again after a power cut.
 
-        A generation is no more durable than the names that lead to it.
+        A generation is no more durable than the names that lead to it. Those that are there already
+        are made durable as well.
         """
         if self._is_durable and storage.exists(self.directory):
             return
@@ -60,6 +61,9 @@ class GenerationStore(StoredGenerations):
         storage.make_dir(self.run_dir, exist_ok=True)
         storage.make_dir(self.directory, exist_ok=True)
         _sync_names(self.directory)
+        # The names in it too: the attempt before may have ended between a commit's rename and its
+        # sync, and what is older than that commit is about to be retired.
+        storage.sync_dir(self.directory)
         self._is_durable = True
 
     def prepare(self, step: int, save_id: str) -> Path:
@@ -126,6 +130,7 @@ class GenerationStore(StoredGenerations):
             CorruptFileError: ``pins.json`` can't be understood.
             LockedError: Somebody else holds the pins, for longer than it takes.
         """
+        self.create()  # the newer ones have their names for good before an older one loses its
         trash = self.directory / f"{_TEMPORARY}trash-{step_name(step)}-{secrets.token_hex(4)}"
         with self._holding_pins():
             if step in self.pins():
@@ -180,6 +185,7 @@ class GenerationStore(StoredGenerations):
         Nothing is removed or replaced: the label gets a number where it is taken. The .bin goes
         first: a crash in between leaves a whole generation, whose .bin can be made again.
         """
+        self.create()  # as in `retire`
         home = self._home(label, step)
         self._move_bin(step, home)
         storage.rename_durable(self.path(step), home / step_name(step))

@@ -28,6 +28,7 @@ from dist_ckpt.history._paths import FILES, history_path
 from dist_ckpt.history._replay import REPLAYED, ReplayResult, ReplayWindow, spell_loss
 from dist_ckpt.history._salvage import Salvage
 from dist_ckpt.history._samples import Samples
+from dist_ckpt.storage import sync_dir
 
 if TYPE_CHECKING:
     from typing import Self
@@ -83,6 +84,10 @@ class History:
                 self._path("samples"), void_items=void_samples, keep_cut=kept["samples"].keep
             )
             stack.callback(self.samples.close)
+            # An attempt that was killed may have left names and bytes that are there and not yet
+            # durable; what comes now stands on them.
+            sync_dir(self._run_dir)
+            self.sync()
             for salvage in kept.values():
                 salvage.report(self.journal)
             self._mend_marks(void_losses, void_samples)

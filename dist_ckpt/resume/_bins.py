@@ -8,7 +8,7 @@ from pathlib import Path
 from dist_ckpt import storage
 from dist_ckpt.canonical import parse_step_name
 from dist_ckpt.errors import DistCkptError
-from dist_ckpt.export import check_sum, read_bin
+from dist_ckpt.export import check_sum, read_header
 from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.wording import dist_ckpt_command
 
@@ -25,7 +25,7 @@ def find_bin(store: StoredGenerations) -> Path | None:
     for step in sorted((step for step in steps if step is not None), reverse=True):
         path = store.run_dir / steps[step]
         with suppress(DistCkptError):
-            read_bin(path)
+            read_header(path)
             check_sum(path)
             return path
     return None

@@ -14,7 +14,7 @@ from dist_ckpt.errors import (
     DistCkptError,
     ForeignFileError,
 )
-from dist_ckpt.export import canonical_pieces, read_bin, read_sum
+from dist_ckpt.export import canonical_pieces, read_header, read_sum
 from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.provenance import TrustedKeys
 from dist_ckpt.resume_point import ResumePoint, shard_name
@@ -34,7 +34,7 @@ def find_origin(path: Path, trusted: TrustedKeys | None = None) -> Origin | None
     store = StoredGenerations(path.parent)
     store.trusted = trusted
     try:
-        point = store.manifest(read_bin(path).step)
+        point = store.manifest(read_header(path)[0])
         if trusted is not None:
             store.check_sums(point)
         return store, point
@@ -59,9 +59,9 @@ def check_bin(
     """
     finding = Finding("bin", str(path), None)
     try:
-        state = read_bin(path)
-        finding.step = state.step
-        _check_header(finding, path, (state.step, state.num_params), origin)
+        header = read_header(path)
+        finding.step = header[0]
+        _check_header(finding, path, header, origin)
         wanted = read_sum(path)
         if wanted is None:
             finding.notes.append("no .sha256 beside it")

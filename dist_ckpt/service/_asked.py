@@ -91,6 +91,7 @@ class Asked:
             return 0
         self._pivot = request.id
         boundary = -(-max(step, 1) // self._every) * self._every
-        self._attempt.journal("pivot_asked", step=step, id=request.id, boundary=boundary)
+        asked = {"id": request.id, "boundary": boundary}
+        self._attempt.journal("pivot_asked", step=step, sync=False, **asked)
         self._voice.say(f"a pivot is asked for: at step {boundary}")
         return 1

@@ -77,12 +77,18 @@ class Attempt:
     warn: Callable[[str], None] = field(default=lambda _text: None, repr=False)
     is_abandoned: bool = False
 
-    def journal(self, event: str, *, step: int | None = None, **fields: Any) -> None:
-        """Add an event to the journal; a disk that refuses it doesn't end training. Any thread."""
+    def journal(
+        self, event: str, *, step: int | None = None, sync: bool = True, **fields: Any
+    ) -> None:
+        """Add an event to the journal; a disk that refuses it doesn't end training. Any thread.
+
+        Between two steps, where training would wait for the disk, without ``sync``: the save that
+        follows syncs the journal.
+        """
         if self.is_abandoned:
             return
         try:
-            self.history.journal.append(event, step=step, **fields)
+            self.history.journal.append(event, step=step, sync=sync, **fields)
         except (DistCkptError, OSError, ValueError) as error:
             self.warn(f"the journal could not take {event!r}: {error}")
 

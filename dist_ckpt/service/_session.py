@@ -204,11 +204,12 @@ class Session:
         self._asked.answered(usr1=decision.answers_usr1)
         signals = [reason for reason in decision.reasons if reason.startswith("SIG")]
         if signals:
-            self._attempt.journal("signal", step=self.step, signals=signals, count=agreed.usr1)
+            fields = {"signals": signals, "count": agreed.usr1}
+            self._attempt.journal("signal", step=self.step, sync=False, **fields)
         if self._saver.wait_committed() == self.step:
             # Bit for bit what is there already, since nothing ran since; reasons merge.
             reasons = list(decision.reasons)
-            self._attempt.journal("already_saved", step=self.step, reasons=reasons)
+            self._attempt.journal("already_saved", step=self.step, sync=False, reasons=reasons)
             if signals:
                 self._saver.export_for_signal(self.step)
             return

@@ -20,7 +20,7 @@ __all__ = ["look_for_losses", "report_start", "say_unknown", "tell_words"]
 
 def tell_words(attempt: Attempt, resumed: Resumed, settings: Settings) -> None:
     """Journal what was accepted or left out by name."""
-    words = {"accept": sorted(settings.accepted), "omit": sorted(settings.omitted)}
+    words: dict[str, Any] = {"accept": sorted(settings.accepted), "omit": sorted(settings.omitted)}
     if any(words.values()):
         attempt.journal("restored_with", step=resumed.step, **words)
 

@@ -42,7 +42,7 @@ from dist_ckpt.storage._ops import (
 )
 from dist_ckpt.storage._pool import for_each, hand_on
 from dist_ckpt.storage._shard import write_shard
-from dist_ckpt.storage._small import read_file, replace_durable, write_durable
+from dist_ckpt.storage._small import read_file, read_head, replace_durable, write_durable
 from dist_ckpt.storage._space import check_space, free_bytes
 from dist_ckpt.storage._stream import StreamWriter
 from dist_ckpt.storage._write_behind import ForwardWriter
@@ -84,6 +84,7 @@ __all__ = [
     "make_dir",
     "map_file",
     "read_file",
+    "read_head",
     "read_piece",
     "read_segments",
     "remove_tree",

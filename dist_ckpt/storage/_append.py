@@ -48,6 +48,8 @@ class AppendFile:
         self._writing = threading.Lock()
         self._fd: int | None = None
         self._size: int = 0
+        # A failed write has left more than `_size` bytes in the file, and it couldn't be cut.
+        self._is_ragged = False
         self._unsynced = Unsynced(0)
         self.created: bool = self._open(mode)
         if self.created:
@@ -105,6 +107,7 @@ class AppendFile:
         with self._writing:
             with guard("truncate", self.path):
                 get_ops().ftruncate(self._open_fd(), size_bytes)
+            self._is_ragged = False
             self._grown(size_bytes, b"")
 
     def has_its_name(self) -> bool:
@@ -225,11 +228,17 @@ class AppendFile:
 
     def _write_locked(self, offset: int, data: Bytes) -> None:
         fd = self._open_fd()
+        if self._is_ragged:  # what follows may be shorter than what is left there
+            with guard("truncate", self.path):
+                get_ops().ftruncate(fd, self._size)
+            self._is_ragged = False
         try:
             write_view(fd, memoryview(data), offset, self.path)
         except OSError as error:
-            with suppress(OSError):
+            try:
                 get_ops().ftruncate(fd, offset)
+            except OSError:
+                self._is_ragged = True
             self._grown(offset, b"")
             if isinstance(error, StorageError):
                 raise

@@ -38,7 +38,8 @@ def replace_durable(path: Path, data: Bytes, *, mode: int = 0o600) -> None:
     may leave and the next call removes. One caller at a time for a path.
 
     Raises:
-        StorageError: The system refused; the old content is still there.
+        StorageError: The system refused; the old content is still there, but where only the sync of
+            the name failed: the new one is there then, and a power cut may bring back the old.
         NoSpaceError: No room.
     """
     parent, name = os.path.split(os.fspath(path))
@@ -91,6 +92,21 @@ def read_file(path: Path, *, limit_bytes: int, from_device: bool = False) -> byt
         if size:
             fill(fd, [memoryview(data)], 0, path)
     return bytes(data)
+
+
+def read_head(path: Path, num_bytes: int) -> tuple[bytes, int]:
+    """Return the first bytes of a regular file, all where it is shorter, and its size in bytes.
+
+    Raises:
+        NotFoundError: No such file.
+        ForeignFileError: Not a regular file, or a symbolic link.
+        StorageError: The system refused.
+    """
+    with open_regular(path) as (fd, size):
+        data = bytearray(min(num_bytes, size))
+        if data:
+            fill(fd, [memoryview(data)], 0, path)
+    return bytes(data), size
 
 
 def _from_device(fd: int, size: int, path: Path) -> bytes:

@@ -439,6 +439,21 @@ def test_another_files_bytes_under_the_same_header_are_replaced(tmp_path: Path, 
     check_sum(path)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_file_that_the_device_cannot_read_is_replaced(tmp_path: Path, world_size: int) -> None:
+    """Through a memory map an unreadable page would end the process by SIGBUS."""
+    parts = [adam_part(weights())] * world_size
+    right = exported(tmp_path / "right", parts)
+    point = write_generation(tmp_path, parts)
+    path = put(tmp_path, right)
+    ops = FaultyOps(Fault("preadv", path.name, error="EIO"))
+    with use_ops(ops):
+        assert export_bin(GenerationStore(tmp_path), point) in {"link", "assembled"}
+    assert ops.struck == 1
+    assert path.read_bytes() == right
+    check_sum(path)
+
+
 def test_an_assembled_file_without_a_sum_is_made_again(tmp_path: Path) -> None:
     """The sum is written last: without it, nobody knows what is there."""
     parts = [adam_part(weights())] * 2

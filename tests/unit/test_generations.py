@@ -186,7 +186,7 @@ def test_a_commit_whose_last_sync_failed_says_so_though_the_generation_is_there(
     run_dir: Path,
 ) -> None:
     store = made(run_dir, 50)
-    ops = FaultyOps(Fault("fsync", "checkpoints", error="EIO"))
+    ops = FaultyOps(Fault("fsync", "checkpoints", nth=2, error="EIO"))
     with use_ops(ops), pytest.raises(StorageError, match="sync"):
         write_generation(run_dir, [PART])
     assert ops.struck == 1
@@ -420,10 +420,32 @@ def test_several_steps_lie_side_by_side_under_one_label(run_dir: Path) -> None:
     assert sorted(os.listdir(home)) == ["step_000200", "step_000300"]
 
 
+@pytest.mark.parametrize("how", ["retire", "set_aside"])
+def test_the_names_of_newer_ones_are_durable_before_an_older_one_loses_its(
+    run_dir: Path, how: str
+) -> None:
+    """Whoever committed it may have been killed before the sync; a command comes after."""
+    made(run_dir, 100, 200)
+    store = GenerationStore(run_dir)
+    with use_ops(RecordingOps()) as ops:
+        if how == "retire":
+            assert store.retire(100)
+        else:
+            store.set_aside(100, "faulty_000100")
+    assert isinstance(ops, RecordingOps)
+    order = Order(ops)
+    moved = [
+        i for i, call in enumerate(order.calls) if call[:2] == ("rename", str(store.path(100)))
+    ]
+    assert len(moved) == 1
+    assert order.first("fsync", store.directory) < moved[0]
+
+
 def test_the_archives_names_are_durable_before_anything_moves_there(run_dir: Path) -> None:
     """Nothing vanishes into thin air: a power cut leaves it at one place or the other."""
     store = made(run_dir, 100)
     put_bin(run_dir, 100)
+    store.create()  # syncs as well
     with use_ops(RecordingOps()) as ops:
         store.set_aside(100, "faulty_000100")
     assert isinstance(ops, RecordingOps)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ from dist_ckpt.errors import (
 )
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.history import History, read_history, read_journal, read_loss, read_samples
+from dist_ckpt.storage import use_ops
+from helpers.faulty_ops import RecordingOps
 from helpers.run_dirs import spawn
 from helpers.trainers import Job
 from helpers.training import Options
@@ -215,6 +219,28 @@ def test_poll_tells_what_is_asked_for_and_takes_nothing_away(run: Path) -> None:
                 assert ckpt.poll()
             net.update()
     assert _steps(run) == [2, 4]
+
+
+def test_between_two_steps_training_never_waits_for_the_disk(run: Path) -> None:
+    """A sync may take a minute; who asked for a save, by a signal too, doesn't hold up the loop."""
+    net = Net()
+    with use_ops(RecordingOps()) as ops, net.checkpointer(run, every=4) as ckpt:
+        assert isinstance(ops, RecordingOps)
+        for step in ckpt.steps(12):
+            if step == 1:
+                begin = len(ops.calls)
+            if step in (2, 7):
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if step == 3:
+                ckpt.save()
+            ckpt.record(loss=net.update(), lr=0.1)
+            if step == 11:
+                calls = ops.calls[begin:]
+    assert [event["step"] for event in _events(run, "signal")] == [2, 7]
+    assert [event["step"] for event in _events(run, "saved")] == [2, 3, 4, 7, 8, 12]
+    syncs = [call for call in calls if call.op in ("fsync", "fdatasync")]
+    assert syncs
+    assert [call for call in syncs if call.thread == threading.main_thread().name] == []
 
 
 def test_samples_and_losses_of_a_body_are_logged_before_its_generation_commits(run: Path) -> None:

@@ -250,6 +250,26 @@ def test_a_failed_append_leaves_the_file_as_it_was_and_usable(tmp_path: Path) ->
     assert (tmp_path / "a").read_bytes() == b"first\nthird\n"
 
 
+def test_half_an_append_that_could_not_be_cut_is_cut_before_the_next(tmp_path: Path) -> None:
+    """The next may be shorter than what was left behind it."""
+    ops = FaultyOps(
+        Fault("pwrite", nth=2, short_bytes=5),
+        Fault("pwrite", nth=3, error="EIO"),
+        Fault("ftruncate", times=2, error="EIO"),
+    )
+    with use_ops(ops), AppendFile(tmp_path / "a") as file:
+        file.append(b"first\n")
+        with pytest.raises(StorageError):
+            file.append(b"second\n")
+        assert (tmp_path / "a").read_bytes() == b"first\nsecon"
+        with pytest.raises(StorageError, match="truncate"):
+            file.append(b"3\n")
+        file.append(b"3\n")
+        file.append(b"4\n")
+    assert ops.struck == 4
+    assert (tmp_path / "a").read_bytes() == b"first\n3\n4\n"
+
+
 def test_a_failed_sync_of_a_growing_file_is_told_once(tmp_path: Path) -> None:
     ops = FaultyOps(Fault("fdatasync", error="EIO"))
     with use_ops(ops), AppendFile(tmp_path / "a") as file:
