@@ -7,8 +7,9 @@ from typing import TypeAlias
 
 import torch
 
-from dist_ckpt.capture._fit import StatePlan, check_groups, load_groups
+from dist_ckpt.capture._fit import StatePlan, check_groups, is_kin, load_groups, names_of
 from dist_ckpt.capture._live import LiveObjects
+from dist_ckpt.capture._optim import label_of
 from dist_ckpt.capture._parts import (
     check_parts,
     decode_value,
@@ -35,7 +36,8 @@ class Captured(LiveObjects):
     """The live objects, read as `LiveObjects` does, and put back.
 
     A restore is `prepare`, the tensors read into what it returned, `load_shared`, `load_rank`, and
-    last, after all that draws, `load_rng`. ``notes`` then says what was left as it is here.
+    last, after all that draws, `load_rng`. ``notes`` then says what was left as it is here,
+    ``accepted`` which parts differ.
     """
 
     def prepare(
@@ -73,17 +75,15 @@ class Captured(LiveObjects):
         states = self._states(view)
         found = Mismatches()
         targets = self._match_model(view, keys, found, frozenset(elsewhere))
-        self._check_shared(view, shared, found, accept, omit, elsewhere=elsewhere)
-        if "optimizer" in omit:
-            found.raise_if_any()
-            return targets
+        anew = self._begun_anew(shared, accept, omit)
+        self._check_shared(view, shared, found, accept, omit, anew=anew, elsewhere=elsewhere)
         plan = StatePlan(
             self._optimizers,
             view,
-            states,
-            shared["optimizers"],
+            states.without(anew),
+            {key: entry for key, entry in shared["optimizers"].items() if key not in anew},
             shared["ties"],
-            elsewhere=elsewhere,
+            elsewhere={*elsewhere, *names_of(shared["optimizers"], anew)},
         )
         for key, spec in keys.items():
             if key.startswith("optimizer/"):
@@ -102,14 +102,31 @@ class Captured(LiveObjects):
         accept: Collection[str],
         omit: Collection[str],
         *,
+        anew: Collection[str],
         elsewhere: Collection[str],
     ) -> None:
-        if "optimizer" not in omit:
-            for key, optimizer in self._optimizers.items():
-                if key in shared["optimizers"]:
-                    saved = shared["optimizers"][key]
-                    check_groups(key, saved, optimizer, view, found, elsewhere=elsewhere)
+        for key, optimizer in self._optimizers.items():
+            if key in shared["optimizers"] and key not in anew:
+                saved = shared["optimizers"][key]
+                check_groups(key, saved, optimizer, view, found, elsewhere=elsewhere)
         check_parts(shared["parts"], self._parts(view), found, accept=accept, omit=omit)
+
+    def _begun_anew(
+        self, shared: JSON, accept: Collection[str], omit: Collection[str]
+    ) -> dict[str, bool]:
+        """Return the optimizers that take nothing of what was saved → whether that was accepted.
+
+        They are left out, or somebody has accepted that another one was saved.
+        """
+        anew = {}
+        for key, optimizer in self._optimizers.items():
+            word, entry = label_of("optimizer", key), shared["optimizers"].get(key)
+            is_other = entry is not None and not is_kin(entry["kind"], optimizer)
+            if is_accepted(word, omit):
+                anew[key] = False
+            elif is_other and is_accepted(word, accept):
+                anew[key] = True
+        return anew
 
     def _match_model(
         self,
@@ -170,8 +187,10 @@ class Captured(LiveObjects):
         view = self._view()
         found = Mismatches()
         saved, live = shared["parts"], self._parts(view)
-        self._check_shared(view, shared, found, accept, omit, elsewhere=elsewhere)
+        anew = self._begun_anew(shared, accept, omit)
+        self._check_shared(view, shared, found, accept, omit, anew=anew, elsewhere=elsewhere)
         found.raise_if_any()
+        self.accepted += found.accepted
         parts = {
             **words_of("scheduler", self._schedulers),
             **words_of("scaler", self._scalers),
@@ -182,10 +201,14 @@ class Captured(LiveObjects):
             if is_same and not is_accepted(word, omit):
                 load_stateful(word, part, decode_tree(states[word]["state"]))
         for key, optimizer in self._optimizers.items():
-            if "optimizer" in omit:
-                continue
-            entry = shared["optimizers"][key]
-            self.notes += load_groups(key, entry, optimizer, view, elsewhere)
+            label = label_of("optimizer", key)
+            if key not in anew:
+                entry = shared["optimizers"][key]
+                self.notes += load_groups(key, entry, optimizer, view, elsewhere)
+                if saved[label] != live[label]:
+                    self.notes.append(f"{label} goes on with the saved state and settings")
+            elif anew[key]:
+                self.notes.append(f"{label} begins anew, with the settings it was built with")
 
     def load_rank(
         self,
@@ -213,6 +236,7 @@ class Captured(LiveObjects):
         parts = (dict.fromkeys(saved), dict.fromkeys(holders))
         check_parts(*parts, found, accept=accept, omit=omit)
         found.raise_if_any()
+        self.accepted += found.accepted
         words = [word for word in holders if word in saved and not is_accepted(word, omit)]
         states = {word: decode_value(saved[word], get_tensor) for word in words}
         for word, state in states.items():

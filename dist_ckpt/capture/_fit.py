@@ -62,6 +62,29 @@ def check_groups(
             )
 
 
+def is_kin(kind: str, optimizer: Optimizer) -> bool:
+    """Return whether a class of this name is the optimizer's, above it or below it (Adam, AdamW).
+
+    State of such a one can be gone on with; to any other optimizer it means nothing.
+    """
+    own = type(inner_of(optimizer))
+    above = {cls.__name__ for cls in own.__mro__ if cls not in Optimizer.__mro__}
+    return kind in above or kind in _names_below(own)
+
+
+def _names_below(cls: type[Optimizer]) -> set[str]:
+    names: set[str] = set()
+    for below in cls.__subclasses__():
+        names |= {below.__name__, *_names_below(below)}
+    return names
+
+
+def names_of(saved: Mapping[str, JSON], keys: Collection[str]) -> set[str]:
+    """Return the names of the parameters that these optimizers were saved with."""
+    groups = [group for key in keys if key in saved for group in saved[key]["groups"]]
+    return {name for group in groups for name in group["params"]}
+
+
 def _here(names: Sequence[str], view: ModelView, elsewhere: Collection[str]) -> list[str]:
     return [view.kept_name(name) for name in names if name not in elsewhere]
 

@@ -110,6 +110,7 @@ class LiveObjects:
         self._marks: list[tuple[int, int]] | None = None
         self._misses = 0
         self.notes: list[str] = []
+        self.accepted: list[str] = []
         self._check()
 
     def _check(self) -> None:

@@ -7,8 +7,8 @@ the shape, with references in the places of the tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -57,6 +57,12 @@ class OptimizerStates:
     owners: dict[str, str] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
     held: set[str] = field(default_factory=set)
+
+    def without(self, keys: Collection[str]) -> OptimizerStates:
+        """Return the states but of these optimizers."""
+        return replace(
+            self, owners={name: key for name, key in self.owners.items() if key not in keys}
+        )
 
 
 def encode_name(name: str) -> str:

@@ -52,15 +52,14 @@ def check_stateful(label: str, value: object) -> None:
     """
     for method in ("state_dict", "load_state_dict"):
         if not callable(getattr(value, method, None)):
-            _refuse(label, f"is a {type(value).__name__} without {method}()")
+            step = "Give an object with state_dict() and load_state_dict()"
+            if label == "data":
+                step += "; over a map-style dataset dist_ckpt.ResumableLoader is one"
+            _refuse(label, f"is a {type(value).__name__} without {method}()", f"{step}.")
 
 
-def _refuse(path: str, what: str) -> NoReturn:
-    raise UnsupportedValueError(
-        f"{path} {what}.",
-        next_step="Give an object with state_dict() and load_state_dict().",
-        path=path,
-    )
+def _refuse(path: str, what: str, next_step: str) -> NoReturn:
+    raise UnsupportedValueError(f"{path} {what}.", next_step=next_step, path=path)
 
 
 def stateful_kind(value: object) -> str:
@@ -176,10 +175,18 @@ def check_parts(
         is_optional = word.split(".", 1)[0] != "optimizer"
         accepted = is_accepted(word, accept)
         if word in saved and word in live:
-            if saved[word] != live[word] and not accepted:
+            if saved[word] == live[word]:
+                continue
+            if accepted:
+                found.accepted.append(f"{word}: {saved[word]} saved, {live[word]} here")
+            else:
                 found.differ(word, saved[word], live[word])
                 found.acceptable.append(word)
-        elif not (accepted and is_optional):
+        elif accepted and is_optional:
+            found.accepted.append(
+                f"{word}: " + ("saved, not here" if word in saved else "not saved")
+            )
+        else:
             (found.unexpected if word in saved else found.missing).append(word)
             found.acceptable += [word] if is_optional else []
 

@@ -109,13 +109,17 @@ class Structure:
 
 
 class Mismatches:
-    """Collects every difference between what was saved and what is live, then raises them all."""
+    """Collects every difference between what was saved and what is live, then raises them all.
+
+    ``accepted`` are those that somebody has accepted, in words: they raise nothing.
+    """
 
     def __init__(self) -> None:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.different: list[str] = []
         self.acceptable: list[str] = []
+        self.accepted: list[str] = []
 
     def differ(self, what: str, saved: object, live: object) -> None:
         """Note that ``what`` was saved as ``saved`` and is ``live`` here."""

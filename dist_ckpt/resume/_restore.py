@@ -42,6 +42,7 @@ class Resumed:
         point: The resume point.
         skipped: Newer generations that can't be used.
         notes: What isn't as it was, for people and the journal.
+        accepted: Parts that differ, which somebody has accepted.
         is_comparable: As many ranks, dividing tensors in the same way, so that sums are made in the
             same order.
         secs: How long restoring it took on this rank, choosing left out.
@@ -54,6 +55,7 @@ class Resumed:
     point: ResumePoint
     skipped: tuple[Skipped, ...] = ()
     notes: tuple[str, ...] = ()
+    accepted: tuple[str, ...] = ()
     is_comparable: bool = True
     secs: float = 0.0
     imported: str | None = None
@@ -135,7 +137,8 @@ class Restore:
             step=point.step,
             point=point,
             notes=(*notes, *self._captured.notes),
-            is_comparable=not notes,
+            accepted=tuple(dict.fromkeys(self._captured.accepted)),
+            is_comparable=not (notes or self._captured.accepted),
             restore_rng=rng,
         )
 

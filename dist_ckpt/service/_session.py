@@ -78,6 +78,7 @@ class Session:
             give_up=self._give_up,
             secs=settings.stop_secs,
         )
+        self._has_told_of_end = False
         self.losses = losses
         self.resumed = resumed
         self.step = resumed.step if resumed else 0
@@ -94,6 +95,10 @@ class Session:
     def note_until(self, until: int) -> None:
         """Journal the step that is trained to: who looks on can then tell how long it takes."""
         self._attempt.journal("loop_started", step=self.step, until=until)
+        if self.resumed is not None and self.step == self.resumed.step >= until:
+            if not self._has_told_of_end:  # once, though a script may ask epoch by epoch
+                self._voice.say(f"nothing to train: {self.step} steps are done, until={until}")
+            self._has_told_of_end = True
 
     def boundary(self, *, is_last: bool, is_start: bool = False) -> bool:
         """Agree with all ranks and act; return whether the run ends here. Collective.

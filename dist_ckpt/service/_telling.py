@@ -75,6 +75,7 @@ def report_start(
             f"{fault.reason}"
         )
     accepted = [str(difference) for difference in admitted if not difference.warning]
+    accepted += resumed.accepted
     changed = [str(difference) for difference in admitted if difference.warning]
     for text in accepted:
         voice.warn(f"accepted: {text}")
@@ -94,6 +95,8 @@ def report_start(
     voice.say(f"resumed from step {resumed.step}")
     for note in resumed.notes:
         voice.say(note)
+    if any(difference.part == "config" for difference in admitted):
+        voice.say("optimizer and scheduler hold what was saved, whatever config says now")
     return not admitted and resumed.is_comparable
 
 

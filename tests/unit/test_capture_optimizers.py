@@ -506,12 +506,95 @@ def test_something_that_is_no_optimizer_is_refused() -> None:
 
 def test_another_optimizer_than_the_saved_one_is_a_mismatch_unless_accepted() -> None:
     net, other = make_net(1), make_net(2)
-    saved = save(Captured(net, torch.optim.AdamW(net.parameters())))
-    captured = Captured(other, torch.optim.Adam(other.parameters()))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.25)
+    step(net, optimizer)
+    saved = save(Captured(net, optimizer))
+    kin = torch.optim.Adam(other.parameters(), lr=0.5)
+    captured = Captured(other, kin)
     with pytest.raises(MismatchError, match=r"optimizer \(saved AdamW, here Adam\)") as caught:
         restore(captured, saved)
     assert "accept=('optimizer',)" in str(caught.value)
     restore(captured, saved, accept=("optimizer",))
+    assert captured.accepted == ["optimizer: AdamW saved, Adam here"]
+    assert captured.notes == ["optimizer goes on with the saved state and settings"]
+    assert kin.param_groups[0]["lr"] == 0.25
+    moments = [kin.state[p]["exp_avg"].tolist() for p in other.parameters()]
+    assert moments == [optimizer.state[p]["exp_avg"].tolist() for p in net.parameters()]
+
+
+class Subclass(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "build", "expected"),
+    [
+        ("AdamW", torch.optim.Adam, True),
+        ("Adam", torch.optim.AdamW, True),
+        ("SGD", Subclass, True),
+        ("Subclass", torch.optim.SGD, True),
+        ("AdamW", torch.optim.SGD, False),
+        ("Adamax", torch.optim.RAdam, False),
+        ("Optimizer", torch.optim.SGD, False),
+    ],
+)
+def test_state_means_something_to_an_optimizer_above_or_below(
+    kind: str, build: Callable[..., torch.optim.Optimizer], expected: bool
+) -> None:
+    from dist_ckpt.capture._fit import is_kin
+
+    assert is_kin(kind, build([nn.Parameter(torch.zeros(1))], lr=0.1)) is expected
+
+
+def test_an_accepted_optimizer_of_another_kind_begins_anew() -> None:
+    """Momenta and settings of the one mean nothing to the other; what was built stays."""
+    net, other = make_net(1), make_net(2)
+    before = torch.optim.AdamW(net.parameters(), lr=0.25, weight_decay=0.5)
+    step(net, before)
+    saved = save(Captured(net, before))
+    sgd = torch.optim.SGD([{"params": [p]} for p in other.parameters()], lr=0.125, momentum=0.5)
+    captured = Captured(other, sgd)
+    restore(captured, saved, accept=("optimizer",))
+    assert [p.tolist() for p in other.parameters()] == [p.tolist() for p in net.parameters()]
+    assert not sgd.state
+    assert {(g["lr"], g["weight_decay"], g["momentum"]) for g in sgd.param_groups} == {
+        (0.125, 0, 0.5)
+    }
+    assert not any("betas" in group for group in sgd.param_groups)
+    assert captured.accepted == ["optimizer: AdamW saved, SGD here"]
+    assert captured.notes == ["optimizer begins anew, with the settings it was built with"]
+    step(other, sgd)
+    assert set(sgd.state[other[0].weight]) == {"momentum_buffer"}
+
+
+@pytest.mark.parametrize("how", ["accept", "omit"])
+def test_one_of_two_optimizers_begins_anew_and_the_other_goes_on(how: str) -> None:
+    def build(seed: int, kind: Callable[..., torch.optim.Optimizer]) -> Any:
+        net = make_net(seed)
+        kept = torch.optim.AdamW(net[0].parameters(), lr=0.25)
+        return net, {"kept": kept, "other": kind(net[3].parameters(), lr=0.5)}
+
+    def update(net: Any, optimizers: Any) -> None:
+        net(torch.ones(2, 5)).square().sum().backward()
+        for optimizer in optimizers.values():
+            optimizer.step()
+
+    net, optimizers = build(1, torch.optim.AdamW)
+    update(net, optimizers)
+    saved = save(Captured(net, optimizers))
+    other, fresh = build(2, torch.optim.SGD if how == "accept" else torch.optim.AdamW)
+    captured = Captured(other, fresh)
+    given = {how: ("optimizer.other",)}
+    targets = captured.prepare(saved.specs, saved.stateless, json.loads(saved.shared), **given)
+    captured.load_shared(json.loads(saved.shared), **given)
+    assert not fresh["other"].state
+    assert fresh["other"].param_groups[0]["lr"] == 0.5
+    assert len(fresh["kept"].state) == 2
+    assert {key for key in targets if key.startswith("optimizer/")} == {
+        f"optimizer/0.{name}/{path}"
+        for name in ("weight", "bias")
+        for path in ("exp_avg", "exp_avg_sq", "step")
+    }
 
 
 @pytest.mark.parametrize("word", ["optimizer", "optimizer.a", "scheduler", "scaler"])

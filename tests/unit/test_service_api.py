@@ -41,7 +41,7 @@ class Net:
     def __init__(self, width: int = 3, lr: float = 0.1) -> None:
         torch.manual_seed(1)
         self.model = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.Linear(width, 1))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
 
     def update(self) -> torch.Tensor:
         self.optimizer.zero_grad()
@@ -372,6 +372,45 @@ def test_another_learning_rate_is_refused_or_accepted_by_name_and_recorded(run: 
     Net(lr=0.02).train(run, 9, config=changed)
     with pytest.raises(IdentityError, match=r"config\.lr"):
         Net().train(run, 10, config={"lr": 0.1, "seed": 1})
+
+
+def test_another_optimizer_that_is_accepted_is_told_of_and_begins_anew(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "dist_ckpt")
+    Net(lr=0.1).train(run, 4)
+    net = Net()
+    net.optimizer = torch.optim.SGD(net.model.parameters(), lr=0.5, momentum=0.9)
+    with pytest.raises(MismatchError, match=r"saved AdamW, here SGD.*accept=\('optimizer',\)"):
+        net.train(run, 8)
+    net.train(run, 8, accept=("optimizer",))
+    said = caplog.text
+    assert "accepted: optimizer: AdamW saved, SGD here" in said
+    assert "optimizer begins anew, with the settings it was built with" in said
+    assert net.optimizer.param_groups[0]["lr"] == 0.5
+    assert all(set(state) == {"momentum_buffer"} for state in net.optimizer.state.values())
+    (resumed,) = _events(run, "resumed")
+    assert resumed["accepted"] == ["optimizer: AdamW saved, SGD here"]
+    # It is the run's optimizer from now on.
+    again = Net()
+    again.optimizer = torch.optim.SGD(again.model.parameters(), lr=0.5, momentum=0.9)
+    resumed_at = again.train(run, 9).resumed
+    assert resumed_at is not None
+    assert resumed_at.step == 8
+
+
+def test_a_run_that_is_done_already_says_so_once(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "dist_ckpt")
+    Net().train(run, 4)
+    net = Net()
+    with net.checkpointer(run) as ckpt:
+        for until in (2, 4, 5):
+            for _ in ckpt.steps(until):
+                net.update()
+    assert caplog.text.count("nothing to train: 4 steps are done, until=2") == 1
+    assert _steps(run)[-1] == 5
 
 
 def test_a_change_is_accepted_by_the_environment_too(
