@@ -31,6 +31,7 @@ def pin(
 ) -> Answer:
     """Keep a generation whatever retention says, until it is unpinned; also of a live run."""
     run, generation = find_generation(address)
+    lifecycle.settle(run_dir_of(run))  # a pin of what a power cut takes away keeps nothing
     GenerationStore(run_dir_of(run)).pin(generation.step, reason)
     document = {"run": run.name, "step": generation.step, "pinned": True, "reason": reason}
     return Answer(document, lambda: f"{plain(run.name)}: step {generation.step} is pinned\n")
@@ -45,6 +46,7 @@ def unpin(
     run, generation = find_generation(address)
     store = GenerationStore(run_dir_of(run))
     was = store.unpin(generation.step)
+    lifecycle.settle(run_dir_of(run))  # also where a call that was killed has done it
     rest = sorted(store.pins())
     document = {
         "run": run.name,

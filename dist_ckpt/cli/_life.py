@@ -15,7 +15,7 @@ from dist_ckpt.cli._answer import Answer, JsonOption
 from dist_ckpt.cli._progress import byte_bar
 from dist_ckpt.cli._settings_file import DryRunOption, read_settings
 from dist_ckpt.cli._text import plain, table
-from dist_ckpt.errors import UsageError
+from dist_ckpt.errors import NotFoundError, UsageError
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.lifecycle import Archived, Forked, Rewound
 from dist_ckpt.runs import Run
@@ -168,18 +168,36 @@ def undelete(
         lifecycle.undelete(store, None, chosen)
     else:
         with lifecycle.hold_open(run_dir, "undelete") as (store, history):
-            chosen = lifecycle.find_archived(store, what)
+            try:
+                chosen = lifecycle.find_archived(store, what)
+            except NotFoundError:
+                back = lifecycle.find_brought_back(store, history, what)
+                if not back:
+                    raise
+                return _tell_undelete(found, back, "is back already", was_there=True)
             num_bytes = sum(_num_bytes(store, one) for one in chosen)
             with byte_bar("verifying", num_bytes, quiet=as_json) as progress:
                 lifecycle.undelete(store, history, chosen, progress=progress)
+    verb = "would be back" if dry_run else "is back"
+    return _tell_undelete(found, chosen, verb, dry_run=dry_run)
+
+
+def _tell_undelete(
+    run: Run,
+    chosen: Sequence[Archived],
+    verb: str,
+    *,
+    dry_run: bool = False,
+    was_there: bool = False,
+) -> Answer:
     document = {
-        "run": found.name,
-        "path": str(found.path),
+        "run": run.name,
+        "path": str(run.path),
         "brought_back": [{"home": one.home, "step": one.step} for one in chosen],
+        "was_there": was_there,
         "dry_run": dry_run,
     }
-    verb = "would be back" if dry_run else "is back"
-    lines = [f"{found.name}: step {one.step} {verb}, from archive/{one.home}" for one in chosen]
+    lines = [f"{run.name}: step {one.step} {verb}, from archive/{one.home}" for one in chosen]
     return Answer(document, lambda: "".join(f"{plain(line)}\n" for line in lines))
 
 

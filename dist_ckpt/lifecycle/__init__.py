@@ -27,7 +27,14 @@ from dist_ckpt.lifecycle._request import (
 )
 from dist_ckpt.lifecycle._retire import Verdict, judge, retire
 from dist_ckpt.lifecycle._rewind import Rewound, finish_rewind, plan_rewind, rewind
-from dist_ckpt.lifecycle._undelete import Archived, find_archived, list_archived, undelete
+from dist_ckpt.lifecycle._settle import settle
+from dist_ckpt.lifecycle._undelete import (
+    Archived,
+    find_archived,
+    find_brought_back,
+    list_archived,
+    undelete,
+)
 
 __all__ = [
     "REQUEST_FILE",
@@ -42,6 +49,7 @@ __all__ = [
     "check_fork",
     "check_target",
     "find_archived",
+    "find_brought_back",
     "find_origin",
     "finish_pivot",
     "finish_rewind",
@@ -62,6 +70,7 @@ __all__ = [
     "remove_request",
     "retire",
     "rewind",
+    "settle",
     "taken",
     "undelete",
     "write_request",

@@ -104,7 +104,10 @@ def fork(
     with _holding(origin) as require_same:
         point = origin.store.manifest(origin.step)
         if storage.exists(target):
-            return _found(target, point)
+            found = _found(target, point)
+            # That call may have been killed when all but its name was durable.
+            storage.sync_names(target)
+            return found
         check_target(origin.run_dir, target)
         origin.store.check_files(point)
         if origin.store.verified_at(origin.step) is None:

@@ -24,6 +24,7 @@ from dist_ckpt.errors import (
 from dist_ckpt.generations import GenerationStore, SingleGeneration, StoredGenerations
 from dist_ckpt.history import History, history_path, read_journal, run_name
 from dist_ckpt.lifecycle._rewind import finish_rewind, is_rewinding
+from dist_ckpt.lifecycle._settle import settle
 
 __all__ = [
     "LOCK_NAME",
@@ -46,12 +47,15 @@ _RUN_FILE_LIMIT_BYTES: Final = 1 << 20
 def hold_run(run_dir: Path, command: str) -> Iterator[None]:
     """Hold the run's lock: nobody trains in it, and no other command moves anything.
 
+    What a process left pending that was killed is durable then: what is found counts.
+
     Args:
         run_dir: The run directory.
         command: What holds it, for whoever comes meanwhile.
 
     Raises:
-        ForeignFileError: Nothing there tells that it is a run's directory; nothing is left in it.
+        ForeignFileError: Nothing there tells that it is a run's directory, or its ``checkpoints``
+            is a symbolic link; nothing is left in it.
         LockedError: A job trains in it, or another command is at it; the error names it.
     """
     _require_run(run_dir)
@@ -67,6 +71,7 @@ def hold_run(run_dir: Path, command: str) -> Iterator[None]:
         }
     )
     try:
+        settle(run_dir)
         yield
     finally:
         lock.release()
@@ -143,6 +148,7 @@ def _standing(run_dir: Path) -> tuple[int | None, int]:
 def _require_run(run_dir: Path) -> None:
     """Return if an attempt, a history or a generation is there; a name alone may be anybody's."""
     store = GenerationStore(run_dir)
+    storage.require_no_link(store.directory)
     archived = (
         SingleGeneration(store.archive / home / step_name(step)) for home, step in store.archived()
     )

@@ -51,7 +51,9 @@ def check_target(source: Path | None, target: Path) -> None:
 
 
 def taken(target: Path) -> UsageError:
-    """Return the error of a place where something is."""
+    """Return the error of a place where something is; durably, be it what an earlier call made."""
+    with contextlib.suppress(DistCkptError):
+        storage.sync_dir(target.parent)
     return UsageError(
         f"{target} is there already; nothing is ever replaced.",
         next_step="Give another path for the new run.",
@@ -88,7 +90,7 @@ def workshop(target: Path) -> Iterator[Path]:
     works.
     """
     beside = target.with_name(f".tmp-fork-{target.name}")
-    storage.make_dir(beside, exist_ok=True)
+    storage.make_dir(beside, exist_ok=True, follow=False)  # it is emptied below
     lock = storage.RunLock(beside / LOCK_NAME)
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "command": "fork"}
     lock.acquire({**holder, "started": time.time()})

@@ -85,11 +85,15 @@ def carry_out_pivot(run_dir: Path, name: str, attempt: int, request: PivotReques
         request: What is wanted, as it stands in ``request.json``.
 
     Raises:
+        ForeignFileError: ``archive``, or the directory in it, is a symbolic link.
         StorageError: The file system refused; what is missing can be done by calling it again.
         CorruptFileError: The old settings aren't JSON.
     """
     done = next((pivot for pivot in _journalled(run_dir) if pivot.id == request.id), None)
     if done is not None:
+        # Whoever wrote it may have been killed before it was durable; without the request nobody
+        # would write it again.
+        storage.sync_file(history_path(run_dir, name, "journal"))
         remove_request(run_dir)
         return done
     begun = request.begun
@@ -97,6 +101,8 @@ def carry_out_pivot(run_dir: Path, name: str, attempt: int, request: PivotReques
         end_rewind(run_dir)  # or the newest step would be one that the run has left
         begun = Begun(_newest_step(run_dir), _free_home(run_dir), read_policy(run_dir, name))
         begin_request(run_dir, request, begun)
+    else:
+        storage.sync_dir(run_dir)  # it is to be found again before anything has moved
     home = run_dir / "archive" / begun.archive
     archived = _archive(run_dir, name, home, begun.before)
     if request.policy is not None:
@@ -175,12 +181,14 @@ def _archive(
 ) -> tuple[str, ...]:
     """Have samples, state and the old settings in ``home``; return the names there."""
     for directory in (home.parent, home):
-        storage.make_dir(directory, exist_ok=True)
+        storage.make_dir(directory, exist_ok=True, follow=False)
         storage.sync_dir(directory.parent)
     for what in ("samples", "state"):
         source = Path(history_path(run_dir, name, what))
         if storage.exists(source) and not storage.exists(home / source.name):
             storage.rename_durable(source, home / source.name)
+    for directory in (home, run_dir):  # also what a call moved that was killed before it synced
+        storage.sync_dir(directory)
     if before is not None:
         # A copy: until the new ones stand there, the run isn't without settings.
         base = Path(history_path(run_dir, name, "policy")).name

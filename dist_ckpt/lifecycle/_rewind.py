@@ -17,8 +17,17 @@ from dist_ckpt.canonical import parse_step_name
 from dist_ckpt.errors import NotFoundError
 from dist_ckpt.generations import GenerationStore, StoredGenerations
 from dist_ckpt.history import History, bookmark_history, read_journal
+from dist_ckpt.lifecycle._settle import settle
 
-__all__ = ["Rewound", "finish_rewind", "is_rewinding", "plan_rewind", "rewind", "started_rewind"]
+__all__ = [
+    "REWOUND",
+    "Rewound",
+    "finish_rewind",
+    "is_rewinding",
+    "plan_rewind",
+    "rewind",
+    "started_rewind",
+]
 
 REWIND_STARTED: Final = "rewind_started"
 REWOUND: Final = "rewound"
@@ -61,8 +70,10 @@ def rewind(store: GenerationStore, history: History, step: int) -> Rewound:
         step: A generation of it, which is known to be whole.
 
     Raises:
+        ForeignFileError: ``archive`` is a symbolic link; nothing was changed.
         StorageError: The file system refused. Call `finish_rewind` before anything else.
     """
+    storage.require_no_link(store.archive)
     home = store.new_home(f"rewind_to_{step:06d}")
     mark: Mapping[str, Any] = bookmark_history(history)
     history.journal.append(REWIND_STARTED, step=step, home=home, **mark)
@@ -75,7 +86,14 @@ def finish_rewind(store: GenerationStore, history: History) -> Rewound | None:
     if mark is None or mark["event"] != REWIND_STARTED:
         return None
     step = int(mark["step"])
-    return _carry_out(store, history, step, str(mark.get("home") or f"rewind_to_{step:06d}"))
+    home = str(mark.get("home") or f"rewind_to_{step:06d}")
+    for place in (store.archive, store.archive / home):
+        storage.require_no_link(place)
+    # What was killed may have said that it begins, and moved generations, but not durably: a
+    # history that is cut durably before them would be that of another run after a power cut.
+    storage.sync_file(history.journal.file.path)
+    settle(store.run_dir)
+    return _carry_out(store, history, step, home)
 
 
 def is_rewinding(run_dir: Path) -> bool:

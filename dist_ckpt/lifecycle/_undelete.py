@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from dist_ckpt import storage
 from dist_ckpt.canonical import parse_step_name, step_name
 from dist_ckpt.errors import DistCkptError, NotFoundError, UsageError
 from dist_ckpt.generations import GenerationStore, SingleGeneration, StoredGenerations
 from dist_ckpt.history import (
+    LINEAGE_EVENTS,
     History,
     Lineage,
     read_journal,
@@ -19,12 +21,13 @@ from dist_ckpt.history import (
     rejoin_history,
     trace_lineage,
 )
-from dist_ckpt.lifecycle._rewind import started_rewind
+from dist_ckpt.lifecycle._rewind import REWOUND, started_rewind
 from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.wording import dist_ckpt_command
 
-__all__ = ["Archived", "find_archived", "list_archived", "undelete"]
+__all__ = ["Archived", "find_archived", "find_brought_back", "list_archived", "undelete"]
 
+UNDELETED: Final = "undeleted"
 _STEP: Final = re.compile(r"[0-9]{1,18}")
 
 
@@ -61,19 +64,13 @@ def find_archived(store: GenerationStore, what: str) -> list[Archived]:
         UsageError: A step that several homes have.
     """
     there = list_archived(store)
-    text = _below_archive(store, what)
-    home, _, name = text.rpartition("/")
-    step = int(name) if _STEP.fullmatch(name) else parse_step_name(name)
-    if step is None:
-        found = [one for one in there if one.home == text]
-    else:
-        found = [one for one in there if one.step == step and home in ("", one.home)]
-        if len(found) > 1:
-            raise UsageError(
-                f"Step {step} lies in archive/ {len(found)} times.",
-                next_step=f"Name one: {', '.join(map(str, found))}.",
-                found=what,
-            )
+    found = _named(store, what, there)
+    if len({one.step for one in found}) < len(found):
+        raise UsageError(
+            f"Step {found[0].step} lies in archive/ {len(found)} times.",
+            next_step=f"Name one: {', '.join(map(str, found))}.",
+            found=what,
+        )
     if not found:
         raise NotFoundError(
             f"{store.archive} holds no generation {what!r}.",
@@ -84,6 +81,47 @@ def find_archived(store: GenerationStore, what: str) -> list[Archived]:
             found=what,
         )
     return found
+
+
+def find_brought_back(store: GenerationStore, history: History, what: str) -> list[Archived]:
+    """Return what an earlier `undelete` of ``what`` has brought back; empty: nothing.
+
+    Only where no attempt was made since. That call may have been killed at its end: what it didn't
+    come to say, the journal says now.
+    """
+    ids: dict[int, str] = {}  # of the newest generation of a step, as the journal goes on
+    aside: dict[Archived, str | None] = {}  # what was set aside → its id
+    told: set[Archived] = set()
+    for event in read_journal(store.run_dir):
+        word, step = event["event"], event["step"]
+        if word == "attempt_started":
+            aside = {one: id_ for one, id_ in aside.items() if one not in told}
+        elif word in LINEAGE_EVENTS and step is not None and event.get("id"):
+            ids[step] = event["id"]
+        elif word == REWOUND:
+            moved = [Archived(str(event.get("home")), other) for other in event["set_aside"]]
+            aside |= {one: ids.get(one.step) for one in moved}
+            told -= {*moved}
+        elif word == UNDELETED:
+            one = Archived(str(event.get("home")), step)
+            aside[one] = event.get("id")
+            told.add(one)
+    present = _ids(store)
+    named = [one for one in _named(store, what, aside) if one.step in present]
+    found = [one for one in named if aside[one] is not None and aside[one] == present[one.step]]
+    for one in found:
+        if one not in told:
+            history.journal.append(UNDELETED, step=one.step, id=aside[one], home=one.home)
+    return sorted(found, key=lambda one: one.step)
+
+
+def _named(store: GenerationStore, what: str, among: Iterable[Archived]) -> list[Archived]:
+    text = _below_archive(store, what)
+    home, _, name = text.rpartition("/")
+    step = int(name) if _STEP.fullmatch(name) else parse_step_name(name)
+    if step is None:
+        return [one for one in among if one.home == text]
+    return [one for one in among if one.step == step and home in ("", one.home)]
 
 
 def _below_archive(store: GenerationStore, what: str) -> str:
@@ -114,7 +152,10 @@ def undelete(
     Raises:
         UsageError: Something stands in its place.
         CorruptFileError, NotFoundError: It isn't whole; nothing was moved.
+        ForeignFileError: ``archive``, or what is in it, is a symbolic link; nothing was moved.
     """
+    for place in {store.archive, *(store.archive / one.home for one in chosen)}:
+        storage.require_no_link(place)
     journal = _events(store)
     points = {one: _read_whole(store, one, progress) for one in chosen}
     _check_places(store, journal, points)
@@ -126,7 +167,7 @@ def undelete(
         if not any(other > one.step for other in store.steps()):
             _rejoin(store, history, journal, one)
         store.bring_back(one.home, one.step)
-        history.journal.append("undeleted", step=one.step, id=points[one].id, home=one.home)
+        history.journal.append(UNDELETED, step=one.step, id=points[one].id, home=one.home)
 
 
 def _rejoin(

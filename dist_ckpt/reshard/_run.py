@@ -64,6 +64,7 @@ def _clean(out: Path) -> None:
             continue
         lock = storage.RunLock(out.parent / name / _LOCK_FILE)
         with suppress(LockedError):
+            storage.require_no_link(out.parent / name)  # even a lock file would lie elsewhere
             lock.acquire({"pid": os.getpid()})
             storage.remove_tree(out.parent / name)
         lock.release()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
@@ -29,9 +28,12 @@ class LocalFolder:
         self.path = path
         self.label = str(path)
         self.home: Path | None = path
+        self._written: set[Path] = set()
+        self._right: set[Path] = set()
 
     def names(self) -> Collection[str]:
         """Return the names at its top; those of files half written aren't told."""
+        storage.require_no_link(self.path)
         if not storage.exists(self.path):
             return []
         return [name for name in storage.list_names(self.path) if not name.startswith(_TEMPORARY)]
@@ -60,13 +62,18 @@ class LocalFolder:
                 storage.unlink(beside, missing_ok=True)
             raise
         storage.sync_dir(target.parent)
+        self._written.add(target)
 
     def is_right(self, item: Item, progress: Progress, copy_to: Path | None) -> bool:  # noqa: ARG002 - it is here already
         """Return whether the file on the device is what it must be."""
+        path = self.path / item.name
         try:
-            storage.verify_file(self.path / item.name, item.digest, progress=progress)
+            for directory in self._inside(path):
+                storage.require_no_link(directory)  # what it leads to is no part of the copy
+            storage.verify_file(path, item.digest, progress=progress)
         except (CorruptFileError, ForeignFileError, NotFoundError):
             return False
+        self._right.add(path)
         return True
 
     def read_small(self, name: str, limit_bytes: int) -> bytes | None:
@@ -84,12 +91,12 @@ class LocalFolder:
             storage.sync_dir(path.parent)
 
     def _make_private(self, directory: Path) -> None:
-        """Have a directory, this folder or one below it, for this user alone."""
+        """Have a directory, this folder or one below it, for this user alone; none is a link."""
         if directory == self.path:
-            storage.make_dir(directory, exist_ok=True, parents=True)
-        elif not storage.exists(directory):
+            storage.make_dir(directory, exist_ok=True, parents=True, follow=False)
+        else:
             self._make_private(directory.parent)
-            storage.make_dir(directory, exist_ok=True)
+            storage.make_dir(directory, exist_ok=True, follow=False)
 
     def check_room(self, num_bytes: int) -> None:
         """Return if so much fits beside what is there."""
@@ -99,14 +106,17 @@ class LocalFolder:
         storage.check_space(existing, num_bytes)
 
     def settle(self) -> None:
-        """Have the directories' names durable, up to the one that was there before."""
-        # What lies below the folder was synced with each file. Of its parents nobody knows which
-        # were made for it, by this call or by one that was cut off.
-        device = storage.device_of(self.path)
-        storage.sync_dir(self.path / "checkpoints")
-        place = Path(os.path.realpath(self.path))
-        for path in (place, *place.parents):
-            with suppress(StorageError):  # a parent may be somebody else's
-                if storage.device_of(path) != device:
-                    break
-                storage.sync_dir(path)
+        """Have everything durable that is there, and the names that lead to it."""
+        # What this call wrote is. What it found right may be that of a call which was killed before
+        # it had synced the bytes, the name, or the directory's.
+        for path in sorted(self._right - self._written):
+            storage.sync_file(path)
+        self._written |= self._right
+        above = {parent for path in self._written for parent in self._inside(path)}
+        for directory in sorted(above, reverse=True):
+            storage.sync_dir(directory)
+        storage.sync_names(self.path)
+
+    def _inside(self, path: Path) -> list[Path]:
+        """Return the directories that lead to a file, this folder and those below it."""
+        return [parent for parent in path.parents if parent.is_relative_to(self.path)]

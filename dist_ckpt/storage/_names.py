@@ -6,15 +6,18 @@ import errno
 import os
 import stat
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from dist_ckpt.errors import NotFoundError
-from dist_ckpt.storage._files import require_regular
+from dist_ckpt.errors import NotFoundError, StorageError
+from dist_ckpt.storage._files import open_regular, require_regular
 from dist_ckpt.storage._guard import guard, named
 from dist_ckpt.storage._ops import get_ops
 
 if TYPE_CHECKING:
     from dist_ckpt.storage._types import Path
+
+#: What a system says of a directory that is somebody else's.
+_OTHERS: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTSUP)
 
 
 def sync_dir(path: Path) -> None:
@@ -46,16 +49,20 @@ def make_dir(
     exist_ok: bool = False,
     *,
     parents: bool = False,
+    follow: bool = True,
 ) -> None:
     """Return when ``path`` is a directory; a new one has ``mode``. Its name isn't durable yet.
 
     Args:
-        path: The directory; with ``exist_ok`` it may also be a symbolic link to one.
+        path: The directory.
         mode: Permission bits, less the umask.
         exist_ok: A directory that is already there is fine, and left as it is.
         parents: Missing parents are made too, with the default mode of the process.
+        follow: With ``exist_ok`` a symbolic link to a directory is fine, too. Only for what a user
+            has named: whoever fills and empties a directory of our own must not be led elsewhere.
 
     Raises:
+        ForeignFileError: A symbolic link lies there, and isn't to be followed.
         StorageError: It exists, something else lies there, the parent is missing, or the system
             refused.
     """
@@ -68,6 +75,8 @@ def make_dir(
         try:
             ops.mkdir(path, mode)
         except FileExistsError:
+            if exist_ok and not follow:
+                require_no_link(path)
             if not exist_ok or not is_dir(path):
                 raise
 
@@ -105,6 +114,42 @@ def rename_durable(src: Path, dst: Path) -> None:
     # leave neither. A dict, so that one parent is synced once.
     for parent in dict.fromkeys(os.path.dirname(os.path.abspath(name)) for name in (dst, src)):
         sync_dir(parent)
+
+
+def sync_names(path: Path) -> None:
+    """Return when the names that lead to ``path`` are durable, up to where its file system begins.
+
+    Also those that others made: a process that was killed between making a name and syncing it
+    leaves one that is there, and may be gone after a power cut.
+
+    Raises:
+        NotFoundError: Nothing is there.
+        StorageError: The system refused. A parent that is somebody else's, and can't be looked into
+            or synced, is left out: nothing more can be done.
+    """
+    place = os.path.realpath(path)
+    device = device_of(place)
+    while (parent := os.path.dirname(place)) != place:
+        try:
+            if device_of(parent) != device:
+                return
+            sync_dir(parent)
+        except StorageError as error:
+            if error.errno not in _OTHERS:
+                raise
+        place = parent
+
+
+def sync_file(path: Path) -> None:
+    """Return when the bytes of a file are durable, whoever wrote them; its name isn't synced.
+
+    Raises:
+        NotFoundError: No such file.
+        ForeignFileError: Not a regular file, or a symbolic link.
+        StorageError: The system refused. Not tried again.
+    """
+    with open_regular(path) as (fd, _), guard("sync", path):
+        get_ops().fsync(fd)
 
 
 def unlink(path: Path, missing_ok: bool = False) -> None:
@@ -178,6 +223,18 @@ def is_dir(path: Path) -> bool:
         except (FileNotFoundError, NotADirectoryError):
             return False
     return stat.S_ISDIR(status.st_mode)
+
+
+def require_no_link(path: Path) -> None:
+    """Return unless a symbolic link has this name; what isn't there is none.
+
+    Raises:
+        ForeignFileError: One has.
+        StorageError: The system refused to tell.
+    """
+    with guard("look at", path), suppress(FileNotFoundError, NotADirectoryError):
+        if stat.S_ISLNK(get_ops().lstat(path).st_mode):
+            raise named(OSError(errno.ELOOP, os.strerror(errno.ELOOP)), "look at", path)
 
 
 def lstat(path: Path) -> os.stat_result:

@@ -7,7 +7,10 @@ power cut may have left of it.
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import shutil
+import signal
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,3 +173,78 @@ def confirmation(folder: Path) -> dict[str, Any] | None:
     """Return what a shipment confirms, None where it doesn't."""
     path = folder / "confirmation.json"
     return json.loads(path.read_bytes()) if path.exists() else None
+
+
+# Killed, called again, and then the power goes ----------------------------------------------------
+
+
+class Killed(Recorder):
+    """A recorder whose process is killed right after so many operations; they are told before."""
+
+    def __init__(self, root: Path, told: Path, after: int) -> None:
+        super().__init__(root)
+        self._told = told
+        self._after = after
+
+    def _add(self, event: Event) -> None:
+        super()._add(event)
+        if len(self.events) == self._after:
+            self._told.write_bytes(pickle.dumps(self.events))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Killing:
+    """A command on a trained run that is killed somewhere, given again, and recorded as a whole.
+
+    Args:
+        command: Which.
+        root: An empty directory in memory.
+
+    Attributes:
+        before: The disk before the command.
+        events: Of a call that nobody kills.
+    """
+
+    def __init__(self, command: Command, root: Path) -> None:
+        self._command = command
+        self._root = root
+        self._branch = Branch()
+        with quiet():
+            train(root, LAST, self._branch, keep_last=None)
+            command.prepare(root)
+        self.before = Disk.read(root)
+        recorder = Recorder(root)
+        with use_ops(recorder), quiet():
+            command.call(root)
+        self.events = recorder.events
+
+    def record(self, after: int) -> Recorded | None:
+        """Return both calls as one, the first killed after an operation; None if it ended before.
+
+        What the first left pending is still pending when the second is called: its process is gone,
+        the kernel isn't.
+        """
+        shutil.rmtree(self._root)
+        self._root.mkdir()
+        self.before.lay(self._root)
+        start, told = Disk.read(self._root), self._root.with_name("events")
+        told.unlink(missing_ok=True)
+        child = os.fork()
+        if child == 0:
+            try:
+                with use_ops(Killed(self._root, told, after)), quiet():
+                    self._command.call(self._root)
+            finally:
+                os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        if os.waitstatus_to_exitcode(status) != -signal.SIGKILL:
+            assert not told.exists()
+            return None
+        first: list[Event] = pickle.loads(told.read_bytes())  # noqa: S301 - our own
+        assert len(first) == after
+        recorder = Recorder(self._root)
+        with use_ops(recorder), quiet():
+            self._command.call(self._root)
+            self._command.done(self._root)
+        events = [*first, *recorder.events, Event("mark", text="it returned")]
+        return Recorded(self._command, start, self._branch, events)
