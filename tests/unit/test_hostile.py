@@ -293,6 +293,20 @@ def test_a_shard_of_another_run_that_a_forged_manifest_vouches_for_is_told_by_a_
     record_fault("Bad bytes", what, 1, "passed over where signatures are required, not elsewhere")
 
 
+@pytest.mark.xfail(reason="the shard's own header isn't held against the resume point")
+def test_a_shard_of_another_step_that_a_forged_manifest_vouches_for_is_passed_over(
+    tmp_path: Path,
+) -> None:
+    """Its first bytes say of which step it is: no two steps make one resume point."""
+    harmed = victim(tmp_path / "run")
+    reseal(harmed.home, {SHARD: shard_of_another_run(harmed, NEWER + 1)})
+    resumed, live = harmed.resume()
+    assert check_generation(harmed.store, NEWER, Depth()).faults
+    assert (resumed.step, live) == (OLDER, harmed.older)
+    what = "somebody may vouch for a shard of another run, of another step"
+    record_fault("Bad bytes", what, 1, "the older point is resumed")
+
+
 def snapshot_outside(harmed: Victim) -> dict[str, tuple[int, bytes]]:
     """What lies beside the run directory."""
     found = {}
