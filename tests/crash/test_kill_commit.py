@@ -13,8 +13,9 @@ import pytest
 
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.history import read_journal
-from helpers.faulty_ops import Fault
+from helpers.faulty_ops import Call, Fault
 from helpers.reliability import record_fault
+from helpers.sweeping import Site, find_sites
 from helpers.trainers import Job, check_epochs, consumed, final, generations, temporary, train
 from helpers.training import Options
 
@@ -153,13 +154,14 @@ def test_without_any_usable_generation_the_job_ends_and_says_what_it_found(
 # Kills -----------------------------------------------------------------------------------------
 
 
-def _changes(base: Options, folder: Path) -> list[int]:
+def _changes(base: Options, folder: Path) -> list[Site]:
     """Return which operations of an attempt from step 12 to 16 change something on the disk."""
     options = replace(_copy(base, folder, 16), settings={"keep_last": 1})
     every_call = Fault("*", "*/run*", times=None)
     strikes = train(options, faults={0: [every_call]}).strikes()
-    ops = [strike["call"]["op"] for strike in strikes]
-    return [nth for nth, op in enumerate(ops, 1) if op in CHANGES]
+    calls = [Call(strike["call"]["op"], strike["call"]["path"]) for strike in strikes]
+    sites = find_sites(calls, Path(options.run_dir))
+    return [site for site in sites if site.op in CHANGES]
 
 
 @pytest.mark.slow
@@ -179,35 +181,46 @@ def test_killed_at_any_operation_with_keep_last_1_there_is_a_usable_generation(
     _sweep(base, tmp_path, stride)
 
 
+def _kill_at(site: Site, base: Options, folder: Path) -> Options | None:
+    """Return a run whose attempt was killed there; None where it never came to that operation."""
+    options = replace(_copy(base, folder, 16), settings={"keep_last": 1})
+    fault = replace(site.fault(Path(options.run_dir), "EIO"), error=None, kill=True)
+    with Job(options, faults={0: [fault]}) as job:
+        status = job.wait()
+        if not job.strikes():
+            assert status == [0], job.stderr()
+            shutil.rmtree(folder)
+            return None
+        assert status == [KILLED]
+        assert len(job.strikes()) == 1
+    return options
+
+
 def _sweep(base: Options, tmp_path: Path, stride: int) -> None:
     changes = _changes(base, tmp_path / "count")
     unbroken = _copy(base, tmp_path / "unbroken", 16)
     train(unbroken)
-    struck, num_kills = set(), 0
-    for nth in changes[time.time_ns() % stride :: stride]:
-        folder = tmp_path / f"kill{nth}"
-        options = replace(_copy(base, folder, 16), settings={"keep_last": 1})
-        with Job(options, faults={0: [Fault("*", "*/run*", nth=nth, kill=True)]}) as job:
-            status = job.wait()
-            if not job.strikes() and nth > changes[-1] - 20:
-                continue  # an attempt that happened to make a few operations less
-            assert status == [KILLED]
-            (strike,) = job.strikes()
-        struck.add(strike["call"]["op"])
-        num_kills += 1
-        assert _check_whole(options), f"nothing is left after a kill at {strike}"
+    chosen = changes[time.time_ns() % stride :: stride]
+    struck: list[Site] = []
+    for site in chosen:
+        folder = tmp_path / "kill"
+        # Two threads make them, so an attempt may happen to make one less.
+        options = _kill_at(site, base, folder) or _kill_at(site, base, folder)
+        if options is None:
+            continue
+        struck.append(site)
+        assert _check_whole(options), f"nothing is left after a kill at {site}"
         train(options)
-        assert final(options) == final(unbroken), strike
+        assert final(options) == final(unbroken), site
         assert temporary(options) == []
         assert _check_whole(options) == [16]
         shutil.rmtree(folder)
-    print(f"killed at {sorted(struck)}, {len(changes)} operations in all")
-    # Two threads make them, in one order or another.
-    assert len(struck & CHANGES) > (3 if stride == 1 else 1)
-    num_kills = len(changes[stride // 2 :: stride])
-    record_fault(
-        "Kill", "SIGKILL at operations of an attempt, keep_last=1", num_kills, "one is left"
-    )
+    missed = [site for site in chosen if site not in struck]
+    print(f"killed at {len(struck)} of {len(changes)} operations, not come to: {missed}")
+    assert len(missed) <= 1 + len(chosen) // 50
+    assert len({site.op for site in struck}) > (6 if stride == 1 else 1)
+    what = "SIGKILL at operations of an attempt, keep_last=1"
+    record_fault("Kill", what, len(struck), "one is left")
 
 
 @pytest.mark.parametrize("short_bytes", [512, 4096, 12288, 65536])

@@ -65,10 +65,37 @@ def _check_stopped(options: Options, ranks: int) -> None:
     assert temporary(options) == []
 
 
+def _check_answers(options: Options, asked: list[tuple[int, int]], ends: list[int]) -> int:
+    """Each SIGUSR1 was answered by a point of its step, none twice; return how many points.
+
+    Args:
+        options: Of the run.
+        asked: The steps that the signalled rank was in right before and right after each.
+        ends: The step at which each attempt was stopped.
+    """
+    points: dict[int, set[str]] = {}
+    for event in (events := read_journal(options.run_dir)):
+        if event["event"] in {"saved", "already_saved"}:
+            points.setdefault(event["step"], set()).update(event["reasons"])
+    answers = {step for step, reasons in points.items() if "SIGUSR1" in reasons}
+    for before, after in asked:
+        there = range(before, after + 2)
+        # Where another rank was told to stop at that very step, the last point is the answer.
+        assert any(step in answers or step in ends for step in there), (before, after, answers)
+    told = [e for e in events if e["event"] == "signal" and "SIGUSR1" in e["signals"]]
+    steps = [event["step"] for event in told]
+    assert len(set(steps)) == len(steps), "a step was answered twice"
+    assert set(steps) == answers, "a point says that it answers a signal, and the journal doesn't"
+    assert 0 < sum(event["count"] for event in told) <= len(asked), "more answers than signals"
+    return len(answers)
+
+
 def _storm(options: Options, ranks: int, num_signals: int) -> None:
     """So many signals in all, over attempts of which each is ended by one of them."""
     dice = _dice()
-    sent = asked = 0
+    sent = 0
+    asked: list[tuple[int, int]] = []
+    ends: list[int] = []
     kinds: set[signal.Signals] = set()
     while sent < num_signals:
         with Job(options, ranks=ranks) as job:
@@ -78,12 +105,14 @@ def _storm(options: Options, ranks: int, num_signals: int) -> None:
             for _ in range(min(dice.randint(10, 60), num_signals - sent - 1)):
                 time.sleep(dice.choice((0.0, dice.uniform(0.0, 0.02))))
                 sig, rank = dice.choice(HARMLESS), dice.randrange(ranks)
+                before = job.step(rank)
                 job.send(sig, rank)
+                if sig == signal.SIGUSR1:
+                    asked.append((before, job.step(rank)))
                 if sig == signal.SIGSTOP:
                     time.sleep(dice.uniform(0.0, 0.02))
                     job.send(signal.SIGCONT, rank)
                 sent += 1
-                asked += sig == signal.SIGUSR1
                 kinds.add(sig)
             sig, rank = dice.choice(STOPS), dice.randrange(ranks)
             job.send(sig, rank)
@@ -92,13 +121,12 @@ def _storm(options: Options, ranks: int, num_signals: int) -> None:
             assert job.wait() == [0] * ranks, [job.stderr(rank) for rank in range(ranks)]
         assert final(options)["stopped"] == sig.name
         _check_stopped(options, ranks)
-    last = final(options)["step"]
+        ends.append(final(options)["step"])
+    last = ends[-1]
     assert [step for step, _ in read_loss(options.run_dir)] == list(range(1, last + 1))
     check_epochs(options, ranks)
-    answers = [e for e in read_journal(options.run_dir) if e["event"] == "signal"]
-    steps = [event["step"] for event in answers if "SIGUSR1" in event["signals"]]
-    assert 0 < len(steps) <= asked, "answered twice"
-    print(f"{sent} signals of {len(kinds)} kinds over {last} steps, {len(steps)} points for them")
+    num_points = _check_answers(options, asked, ends)
+    print(f"{sent} signals of {len(kinds)} kinds over {last} steps, {num_points} points for them")
     record_fault(
         "Signals",
         f"of {len(kinds)} kinds at random instants, {ranks} rank(s)",
@@ -232,16 +260,17 @@ def test_a_signal_while_the_interpreter_exits_finds_everything_written(
 def test_a_stop_whose_deadline_is_shorter_than_its_save_still_commits_it(tmp_path: Path) -> None:
     """A commit under way is never left: whoever is in a hurry kills."""
     options = _options(tmp_path, settings={"deadline_secs": 0.05})
-    slow = Fault("fsync", "*/.tmp-step_*/rank_00000.shard", delay_secs=0.4)
     for ranks in (1, 2):
         here = replace(options, run_dir=f"{options.run_dir}-{ranks}", out=f"{options.out}-{ranks}")
         here = replace(here, every=10**6)
-        with Job(here, ranks=ranks, faults={ranks - 1: [slow]}) as job:
+        victim = ranks - 1
+        shard = f"*/.tmp-step_*/rank_{victim:05d}.shard"
+        slow = Fault("fsync", shard, delay_secs=0.4)
+        with Job(here, ranks=ranks, faults={victim: [slow]}) as job:
             job.wait_for_step(3)
             job.send(signal.SIGTERM, 0)
             assert job.wait() == [0] * ranks, job.stderr()
-            if ranks == 1:
-                assert len(job.strikes()) == 1
+            assert len(job.strikes(victim)) == 1, "the save wasn't longer than the deadline"
         step = final(here)["step"]
         assert generations(here) == [step]
         train(replace(here, until=step), ranks=ranks)

@@ -137,10 +137,16 @@ def test_a_second_sigterm_changes_nothing(tmp_path: Path) -> None:
     slow = Fault("pwrite", "*.shard", times=None, delay_secs=0.2)
     with Job(options, faults={0: [slow]}) as job:
         job.wait_for_step(3)
-        for _ in range(3):
+        job.send(signal.SIGTERM)
+        job.wait_until(lambda: job.strikes() or job.poll() is not None)
+        for _ in range(2):  # while the save that answers the first is being written
+            assert job.poll() is None
             job.send(signal.SIGTERM)
             time.sleep(0.05)
         assert job.wait() == [0]
+        assert job.strikes()
+    (answer,) = [item for item in read_journal(options.run_dir) if item["event"] == "signal"]
+    assert answer["signals"] == ["SIGTERM"]
     assert _steps_of(options, "saved") == [final(options)["step"]]
     _check_point(options, final(options)["step"])
 
@@ -213,6 +219,7 @@ def test_a_deadline_too_short_for_reading_back_leaves_that_to_the_next_start(
         job.wait_for_step(3)
         job.send(signal.SIGTERM)
         assert job.wait() == [0]
+        assert len(job.strikes()) == 1, "the save wasn't slower than the deadline"
     step = final(options)["step"]
     store = GenerationStore(Path(options.run_dir))
     assert store.steps() == [step]

@@ -186,10 +186,7 @@ def judge(
         kind: What the system said.
         removals_fail: Nothing could be removed, or not all: temporary files may be left.
     """
-    wrong = [f"left: {leak}" for leak in result.leaks]
-    wrong += _judge_error(run, result, kind)
-    if result.steps and result.steps != unbroken.steps:
-        wrong.append(f"training did not go on: {result.steps}")
+    wrong = judge_rank(run, result, unbroken, kind)
     if lock_holder(run / "run.lock") is not None:
         wrong.append("the lock is held")
     if not removals_fail:
@@ -198,6 +195,15 @@ def judge(
     store = GenerationStore(run)
     if result.error is None and store.steps()[-1] != UNTIL:
         wrong.append(f"it ended well without a point of its last step: {store.steps()}")
+    return wrong
+
+
+def judge_rank(run: Path, result: Result, unbroken: Result, kind: str) -> list[str]:
+    """Return what is wrong with what an attempt did in this process: for any rank."""
+    wrong = [f"left: {leak}" for leak in result.leaks]
+    wrong += _judge_error(run, result, kind)
+    if result.steps and result.steps != unbroken.steps:
+        wrong.append(f"training did not go on: {result.steps}")
     return wrong
 
 

@@ -22,7 +22,6 @@ from dist_ckpt.resume import find_bin
 from dist_ckpt.resume_point import INDEX_NAME, RESUME_POINT_NAME, parse_resume_point
 from dist_ckpt.runs import Depth, check_bin, check_generation
 from dist_ckpt.seeding import kept_generators
-from dist_ckpt.storage import digest_bytes
 from helpers.hostile import (
     FILES,
     NEWER,
@@ -103,8 +102,8 @@ def test_flipped_bits_and_cuts_are_found_by_the_ten_thousands(harmed: Victim) ->
     flip_many(harmed, 20_000)
 
 
-def test_every_single_bit_of_the_manifests_counts(harmed: Victim) -> None:
-    """Case 1: all of them, one by one; the two files say where everything lies."""
+def test_every_single_bit_of_a_resume_point_counts(harmed: Victim) -> None:
+    """Case 1: all of them, one by one; the file says where everything lies."""
     data = bytearray((harmed.home / RESUME_POINT_NAME).read_bytes())
     for bit in range(8 * len(data)):
         data[bit // 8] ^= 1 << bit % 8
@@ -112,38 +111,69 @@ def test_every_single_bit_of_the_manifests_counts(harmed: Victim) -> None:
             parse_resume_point(bytes(data), path="x")
         assert caught.value.id in {"corrupt-file", "digest-mismatch"}, bit
         data[bit // 8] ^= 1 << bit % 8
-    point = parse_resume_point(bytes(data), path="x")
+    assert parse_resume_point(bytes(data), path="x") == harmed.store.manifest(NEWER)
+    record_fault(KIND, "every single bit of a resume point", 8 * len(data), "found by its reader")
+
+
+def flip_index(harmed: Victim, stride: int) -> int:
+    """Return how many bits of the index its reader was tried with: one of each ``stride``."""
     path = harmed.home / INDEX_NAME
-    data = bytearray(path.read_bytes())
-    for bit in range(8 * len(data)):
-        data[bit // 8] ^= 1 << bit % 8
-        assert digest_bytes(data) != point.index["digest"], bit
-        data[bit // 8] ^= 1 << bit % 8
-    num_bits = 8 * (len(data) + (harmed.home / RESUME_POINT_NAME).stat().st_size)
-    record_fault(KIND, "every single bit of manifest and index", num_bits, "found")
-    for bit in range(0, 8 * len(data), 41):
-        with flipped(path, bit), pytest.raises(CorruptFileError):
+    point = harmed.store.manifest(NEWER)
+    bits = range(time.time_ns() % stride, 8 * path.stat().st_size, stride)
+    for bit in bits:
+        with flipped(path, bit), pytest.raises(CorruptFileError) as caught:
             harmed.store.index(point)
-    harmed.store.index(point)
+        assert caught.value.id == "digest-mismatch", bit
+    assert harmed.store.index(point)
+    return len(bits)
+
+
+def test_flipped_bits_all_over_an_index_are_found_by_its_reader(harmed: Victim) -> None:
+    """Case 1."""
+    record_fault(KIND, "a bit of an index", flip_index(harmed, 23), "found by its reader")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_single_bit_of_an_index_counts(harmed: Victim) -> None:
+    record_fault(KIND, "every single bit of an index", flip_index(harmed, 1), "found by its reader")
+
+
+def check_heads_and_tails(harmed: Victim, stride: int) -> None:
+    """The first and the last 64 bits of what a rank wrote, and files of many lengths."""
+    num_bits = num_cuts = 0
+    for name in (SHARD, STATE):
+        path = harmed.home / name
+        last = 8 * path.stat().st_size
+        for bit in (*range(0, 64, stride), *range(last - 64, last)):
+            with flipped(path, bit):
+                assert check_generation(harmed.store, NEWER, Depth()).faults, (name, bit)
+            num_bits += 1
+    for name in FILES:
+        path = harmed.home / name
+        full = path.stat().st_size
+        between = 1 if stride == 1 else max(1, full // 40)
+        for size in sorted({*range(8), *range(8, full - 9, between), *range(full - 9, full)}):
+            with cut(path, size):
+                assert check_generation(harmed.store, NEWER, Depth(quick=True)).faults, (name, size)
+            num_cuts += 1
+    with cut(harmed.home / SHARD, 0):
+        check_found(harmed, Small(), "an empty shard")
+    assert not check_generation(harmed.store, NEWER, Depth()).faults, "the harm was undone"
+    what = "a bit of the first or last 64 of a shard or a state"
+    record_fault(KIND, what, num_bits, "found by verify")
+    record_fault(KIND, "a file of another length", num_cuts, "found by verify --quick")
 
 
 def test_headers_tails_and_lengths_of_every_file_count(harmed: Victim) -> None:
     """Case 2: the first and last bytes of what ranks wrote; lengths from none to one byte less."""
-    small = Small()
-    for name in (SHARD, STATE):
-        path = harmed.home / name
-        last = 8 * path.stat().st_size
-        for bit in (*range(0, 64, 3), *range(last - 64, last)):
-            with flipped(path, bit):
-                assert check_generation(harmed.store, NEWER, Depth()).faults, (name, bit)
-    for name in FILES:
-        path = harmed.home / name
-        full = path.stat().st_size
-        for size in (*range(8), *range(8, full - 9, max(1, full // 40)), *range(full - 9, full)):
-            with cut(path, size):
-                assert check_generation(harmed.store, NEWER, Depth(quick=True)).faults, (name, size)
-    with cut(harmed.home / SHARD, 0):
-        check_found(harmed, small, "an empty shard")
+    check_heads_and_tails(harmed, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_bit_of_headers_and_tails_and_every_length_count(harmed: Victim) -> None:
+    check_heads_and_tails(harmed, 1)
 
 
 def test_a_fault_in_the_mark_of_verification_means_unverified(harmed: Victim) -> None:
@@ -156,9 +186,12 @@ def test_a_fault_in_the_mark_of_verification_means_unverified(harmed: Victim) ->
         with flipped(path, bit):
             assert harmed.store.verified_at(NEWER) is None
             assert not check_generation(harmed.store, NEWER, Depth(quick=True)).faults
-    for size in range(0, path.stat().st_size, 5):
+    sizes = range(0, path.stat().st_size, 5)
+    for size in sizes:
         with cut(path, size):
             assert harmed.store.verified_at(NEWER) is None
+    num_faults = 8 * (9 + 32) + len(sizes)
+    record_fault(KIND, "flips and cuts of a mark of verification", num_faults, "means unverified")
 
 
 def check_bins(harmed: Victim, *, stride: int) -> int:

@@ -20,6 +20,7 @@ from dist_ckpt.generations import GenerationStore
 from dist_ckpt.resume_point import INDEX_NAME, RESUME_POINT_NAME
 from dist_ckpt.runs import Depth, check_generation
 from dist_ckpt.seeding import kept_generators
+from helpers.generating import part_of, write_generation
 from helpers.hostile import (
     FILES,
     NEWER,
@@ -114,12 +115,22 @@ def replay_an_older_manifest(harmed: Victim) -> None:
     shutil.copyfile(harmed.store.path(OLDER) / RESUME_POINT_NAME, harmed.home / RESUME_POINT_NAME)
 
 
-def take_a_shard_of_another_run(harmed: Victim) -> None:
+def shard_of_another_run(harmed: Victim, step: int) -> bytes:
+    """Return the shard of a run that trained the same model longer; not a byte is made up."""
     other = Small()
-    other.step()
-    data = bytearray((harmed.home / SHARD).read_bytes())
-    data[8:16] = bytes(8)
-    (harmed.home / SHARD).write_bytes(data)
+    for _ in range(4):
+        other.step()
+    run_dir = harmed.run_dir.parent / "other"
+    write_generation(run_dir, [part_of(other.captured)], step=step, id_="f" * 32)
+    data = (GenerationStore(run_dir).path(step) / SHARD).read_bytes()
+    own = (harmed.home / SHARD).read_bytes()
+    assert len(data) == len(own), "the shapes are the same"
+    assert data[8:] != own[8:], "the values aren't"
+    return data
+
+
+def take_a_shard_of_another_run(harmed: Victim) -> None:
+    (harmed.home / SHARD).write_bytes(shard_of_another_run(harmed, NEWER))
 
 
 def take_the_older_generation_whole(harmed: Victim) -> None:
@@ -260,6 +271,40 @@ def test_the_older_generation_is_resumed_after(
     assert snapshot_outside(harmed) == outside
     what = deed.__name__.replace("_", " ")
     record_fault("Bad bytes", f"somebody may {what}", 1, "the older point is resumed")
+
+
+def test_a_shard_of_another_run_that_a_forged_manifest_vouches_for_is_told_by_a_signature_alone(
+    tmp_path: Path,
+) -> None:
+    """Of the same step and shapes: a shard is a `.bin`, and says of itself no more than that."""
+    pytest.importorskip("cryptography")
+    from helpers.signing import Signed
+
+    signed = Signed(tmp_path)
+    harmed = signed.run
+    reseal(harmed.home, {SHARD: shard_of_another_run(harmed, NEWER)})
+    assert not check_generation(harmed.store, NEWER, Depth()).faults
+    resumed, live = harmed.resume()
+    assert (resumed.step, list(resumed.skipped)) == (NEWER, [])
+    assert live not in (harmed.older, harmed.newer), "the other run's values"
+    assert signed.verify() == ["signature"]
+    assert signed.resume() == (OLDER, ["signature"])
+    what = "somebody may vouch for a shard of another run, of the same step"
+    record_fault("Bad bytes", what, 1, "passed over where signatures are required, not elsewhere")
+
+
+@pytest.mark.xfail(reason="the shard's own header isn't held against the resume point")
+def test_a_shard_of_another_step_that_a_forged_manifest_vouches_for_is_passed_over(
+    tmp_path: Path,
+) -> None:
+    """Its first bytes say of which step it is: no two steps make one resume point."""
+    harmed = victim(tmp_path / "run")
+    reseal(harmed.home, {SHARD: shard_of_another_run(harmed, NEWER + 1)})
+    resumed, live = harmed.resume()
+    assert check_generation(harmed.store, NEWER, Depth()).faults
+    assert (resumed.step, live) == (OLDER, harmed.older)
+    what = "somebody may vouch for a shard of another run, of another step"
+    record_fault("Bad bytes", what, 1, "the older point is resumed")
 
 
 def snapshot_outside(harmed: Victim) -> dict[str, tuple[int, bytes]]:
