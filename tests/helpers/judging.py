@@ -15,7 +15,7 @@ from pathlib import Path
 import dist_ckpt
 from dist_ckpt.errors import DistCkptError
 from dist_ckpt.export import check_sum
-from dist_ckpt.generations import GenerationStore
+from dist_ckpt.generations import GenerationStore, StoredGenerations
 from dist_ckpt.history import read_journal, read_loss, read_metrics
 from dist_ckpt.runs import Depth, check_bin, find_origin
 from helpers.lives import NAME, Life, quiet, train
@@ -142,7 +142,10 @@ def _check_left(run_dir: Path) -> str | None:
         except DistCkptError as error:
             return f"{path.name} has a sum that isn't its own: {error}"
     marked = {_step_of(path.parent) for path in run_dir.glob("checkpoints/step_*/verified.json")}
-    told = {event["step"] for event in read_journal(run_dir, naming=("saved",))} if marked else marked
+    if not marked:
+        return None
+    events = read_journal(run_dir, naming=("saved",))
+    told = {event["step"] for event in events if event["event"] == "saved"}
     if marked - told:
         return f"steps {sorted(marked - told)} are marked as read back, and weren't told as saved"
     return None
@@ -195,7 +198,7 @@ def _look_around(run_dir: Path) -> str | None:
     for folder, folders, files in os.walk(run_dir):
         if left := [name for name in [*folders, *files] if name.startswith(".tmp-")]:
             return f"{left} were left in {folder}"
-    return _check_bins(run_dir)
+    return _check_bins(run_dir) or _check_archive(run_dir)
 
 
 def _check_bins(run_dir: Path) -> str | None:
@@ -209,6 +212,24 @@ def _check_bins(run_dir: Path) -> str | None:
         finding = check_bin(path, Depth(), origin=find_origin(path))
         if not finding.is_whole or finding.notes:  # no sum beside it is but a note
             return f"{path.name} isn't right: {finding.faults} {finding.notes}"
+    return None
+
+
+def _check_archive(run_dir: Path) -> str | None:
+    """Return what is lost of what a rewind set aside; samples were taken at each of its steps."""
+    store = GenerationStore(run_dir)
+    for event in read_journal(run_dir, naming=("rewound",)):
+        if event["event"] != "rewound":
+            continue
+        home = store.archive / event["home"]
+        for step in event["set_aside"]:
+            if (home.name, step) not in store.archived():
+                return f"step {step} isn't in {home} any more"
+            there = StoredGenerations(run_dir)
+            there.directory = home
+            there.verify(there.manifest(step))
+        if event["set_aside"] and not _is_json(home / f"{NAME}.samples.json"):
+            return f"the samples in {home} are torn"
     return None
 
 
