@@ -13,9 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import dist_ckpt
-from dist_ckpt.history import read_loss
+from dist_ckpt.errors import DistCkptError
+from dist_ckpt.export import check_sum
+from dist_ckpt.generations import GenerationStore, StoredGenerations
+from dist_ckpt.history import read_journal, read_loss, read_metrics
+from dist_ckpt.runs import Depth, check_bin, find_origin
 from helpers.lives import NAME, Life, quiet, train
 from helpers.memory import rarely_collected
+from helpers.cut_plans import Coverage
 from helpers.power_cuts import Cut, Disk, Search, each_cut
 from helpers.recording import Event
 
@@ -50,10 +55,11 @@ class Promise:
 
 @dataclass
 class Tally:
-    """How many states were tried, and those that weren't recovered."""
+    """How many states were tried, those that weren't recovered, and of which instants they are."""
 
     states: int = 0
     faults: list[str] = field(default_factory=list)
+    coverage: Coverage = field(default_factory=Coverage)
 
 
 def try_cuts(
@@ -74,7 +80,7 @@ def try_cuts(
         stop_at_first: Return at the first fault.
     """
     tally = Tally()
-    for cut in rarely_collected(life_cuts(life, search)):
+    for cut in rarely_collected(life_cuts(life, search, coverage=tally.coverage)):
         if int.from_bytes(cut.fingerprint[:4], "big") % share[1] != share[0]:
             continue
         tally.states += 1
@@ -87,7 +93,7 @@ def try_cuts(
     return tally
 
 
-def life_cuts(life: Life, search: Search) -> Iterator[Cut]:
+def life_cuts(life: Life, search: Search, *, coverage: Coverage | None = None) -> Iterator[Cut]:
     """Yield each state of a life; what was ``told`` is the step below which nothing may be lost."""
     promise = Promise([life.saved])
 
@@ -95,7 +101,7 @@ def life_cuts(life: Life, search: Search) -> Iterator[Cut]:
         promise.take(event)
         return promise.least
 
-    return each_cut(life.start, life.events, search, told)
+    return each_cut(life.start, life.events, search, told, coverage=coverage)
 
 
 def lay_out(state: Disk, scratch: Path) -> Path:
@@ -110,17 +116,51 @@ def lay_out(state: Disk, scratch: Path) -> Path:
 def judge(state: Disk, life: Life, least: int, scratch: Path, *, go_on: bool) -> str | None:
     """Return what is wrong with a resume from this state; None: nothing."""
     root = lay_out(state, scratch)
+    if (fault := _check_left(root / NAME)) is not None:
+        return f"before anything was started: {fault}"
     with quiet() as said:
         try:
-            ckpt = train(root, 0)
+            ckpt = train(root, 0, **life.settings)
             step = ckpt.resumed.step if ckpt.resumed else 0
             fault = _check(root, life, ckpt, step, least)
             if fault is None and go_on:
-                train(root, step + 1)
-                fault = None if latest(root) == step + 1 else "it doesn't go on"
+                train(root, step + 1, **life.settings)
+                fault = "it doesn't go on" if latest(root) != step + 1 else _check_bins(root / NAME)
         except Exception as error:  # noqa: BLE001 - a finding
             fault = f"{type(error).__name__}: {error}"
     return fault if fault is None else f"{fault}\n{said.getvalue()}"
+
+
+def _check_left(run_dir: Path) -> str | None:
+    """Return what is wrong with what a cut left, before a start mends it: for who only reads it."""
+    for path in (run_dir / "run.json", *run_dir.glob("checkpoints/step_*/verified.json")):
+        if path.exists() and not _is_json(path):
+            return f"{path} is torn: {path.read_bytes()!r}"
+    for path in run_dir.glob("step_*.bin"):
+        try:
+            check_sum(path)
+        except DistCkptError as error:
+            return f"{path.name} has a sum that isn't its own: {error}"
+    marked = {_step_of(path.parent) for path in run_dir.glob("checkpoints/step_*/verified.json")}
+    if not marked:
+        return None
+    events = read_journal(run_dir, naming=("saved",))
+    told = {event["step"] for event in events if event["event"] == "saved"}
+    if marked - told:
+        return f"steps {sorted(marked - told)} are marked as read back, and weren't told as saved"
+    return None
+
+
+def _is_json(path: Path) -> bool:
+    try:
+        json.loads(path.read_bytes())
+    except ValueError:
+        return False
+    return True
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.partition("_")[2])
 
 
 def _check(
@@ -140,6 +180,9 @@ def _check(
         return f"state or losses at step {step} are a mixture: {told}"
     if any(all(b.losses.get(k) != loss for b in life.branches) for k, loss in told.items()):
         return f"the history has losses that never were: {told}"
+    noted = {line["step"] for line in read_metrics(root / NAME)}
+    if lost := {k for k in fitting[0].losses if k <= step} - noted:
+        return f"the metrics of steps {sorted(lost)} are lost"
     return _look_around(root / NAME)
 
 
@@ -155,6 +198,38 @@ def _look_around(run_dir: Path) -> str | None:
     for folder, folders, files in os.walk(run_dir):
         if left := [name for name in [*folders, *files] if name.startswith(".tmp-")]:
             return f"{left} were left in {folder}"
+    return _check_bins(run_dir) or _check_archive(run_dir)
+
+
+def _check_bins(run_dir: Path) -> str | None:
+    """Return what is wrong with the canonical files after a start: each generation's, no others."""
+    store = GenerationStore(run_dir)
+    wanted = {store.bin_path(step).name for step in store.steps()}
+    paths = sorted(run_dir.glob("step_*.bin"))
+    if wanted != (found := {path.name for path in paths}):
+        return f"generations {sorted(wanted)} have the files {sorted(found)}"
+    for path in paths:
+        finding = check_bin(path, Depth(), origin=find_origin(path))
+        if not finding.is_whole or finding.notes:  # no sum beside it is but a note
+            return f"{path.name} isn't right: {finding.faults} {finding.notes}"
+    return None
+
+
+def _check_archive(run_dir: Path) -> str | None:
+    """Return what is lost of what a rewind set aside; samples were taken at each of its steps."""
+    store = GenerationStore(run_dir)
+    for event in read_journal(run_dir, naming=("rewound",)):
+        if event["event"] != "rewound":
+            continue
+        home = store.archive / event["home"]
+        for step in event["set_aside"]:
+            if (home.name, step) not in store.archived():
+                return f"step {step} isn't in {home} any more"
+            there = StoredGenerations(run_dir)
+            there.directory = home
+            there.verify(there.manifest(step))
+        if event["set_aside"] and not _is_json(home / f"{NAME}.samples.json"):
+            return f"the samples in {home} are torn"
     return None
 
 

@@ -68,12 +68,14 @@ class Life:
         saved: The newest step that had been told as saved before; 0: none.
         events: What was done.
         branches: In the order in which they began.
+        settings: Of the last attempt; whoever goes on after a cut gives them again.
     """
 
     start: Disk
     saved: int = 0
     events: list[Event] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 def train(
@@ -141,13 +143,13 @@ def record(root: Path, *chapters: Callable[[Life, Path], None]) -> Life:
 def record_recovery(root: Path, state: Disk, life: Life, saved: int) -> Life:
     """Return the life that begins with a power cut: a resume from ``state``, and one step more."""
     state.lay(root)
-    again = Life(Disk.read(root), saved, branches=list(life.branches))
+    again = Life(Disk.read(root), saved, branches=list(life.branches), settings=life.settings)
     recorder = Recorder(root)
     with use_ops(recorder), quiet():
-        resumed = train(root, 0).resumed
+        resumed = train(root, 0, **life.settings).resumed
         step = resumed.step if resumed else 0
         again.branches.append(_course(again, step).grow_from(step))
-        train(root, step + 1, again.branches[-1])
+        train(root, step + 1, again.branches[-1], **life.settings)
     again.events = recorder.events
     return again
 
@@ -160,6 +162,7 @@ def attempt(until: int, **settings: Any) -> Callable[[Life, Path], None]:
     """Return a chapter: one attempt that trains on until a step."""
 
     def live(life: Life, root: Path) -> None:
+        life.settings = settings
         train(root, until, life.branches[-1], **settings)
 
     return live
@@ -169,6 +172,7 @@ def ranks(until: int, world_size: int, **settings: Any) -> Callable[[Life, Path]
     """Return a chapter: one attempt of several ranks, their operations in the order of time."""
 
     def live(life: Life, root: Path) -> None:
+        life.settings = settings
         results = run_ranks(world_size, body_rank, str(root), until, settings)
         assert [result.returncode for result in results] == [0] * world_size, results
         told = [pickle.loads(bytes.fromhex(result.value)) for result in results]  # noqa: S301
@@ -193,6 +197,7 @@ def rewind(to: int, until: int, **settings: Any) -> Callable[[Life, Path], None]
     """Return a chapter: an attempt that goes back and then takes another course."""
 
     def live(life: Life, root: Path) -> None:
+        life.settings = settings
         life.branches.append(life.branches[-1].grow_from(to))
         train(root, until, life.branches[-1], resume=to, lr=0.03, **settings)
 

@@ -6,18 +6,17 @@ that holds on every file system of note:
 
 - a name (made, linked, removed) is lost or kept, each by itself, until its directory is synced; a
   rename is lost or kept as a whole;
-- a write that wasn't synced is lost, kept, kept by half, or its range is zeros (the size came
-  before the data); setting a size is lost or kept.
+- a write that wasn't synced is lost, kept, kept by half, torn (half of it, and zeros behind), or its
+  range is zeros (the size came before the data); setting a size is lost or kept.
 
-Nothing here knows what the files mean.
+Which combinations of these are tried is `helpers.cut_plans`'. Nothing here knows what the files
+mean.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
-import operator
 import os
 import random
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
@@ -25,9 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from helpers.cut_plans import Coverage, Plan, Plans
 from helpers.recording import Event
-
-EXHAUSTIVE = 8  # with so many pending operations, each combination; above, the telling ones
 
 # The disk ----------------------------------------------------------------------------------------
 
@@ -88,7 +86,7 @@ class Disk:
             self.pending.append(Pending(event, directories or frozenset((event.inode,))))
 
     def apply(self, event: Event, how: str = "kept") -> None:
-        """Have this operation done, as ``how`` says: kept, half or zeros."""
+        """Have this operation done, as ``how`` says: kept, half, torn or zeros."""
         if event.is_dir:
             self.tree.setdefault(event.inode, {})
         if event.op == "unlink":
@@ -155,6 +153,8 @@ def _changed(content: bytes, event: Event, how: str) -> bytes:
     data = event.data
     if how == "half":
         data = data[: len(data) // 2]
+    elif how == "torn":
+        data = data[: len(data) // 2].ljust(len(data), b"\0")
     elif how == "zeros":
         data = bytes(len(data))
     content = content.ljust(event.offset, b"\0")
@@ -167,19 +167,14 @@ def _changed(content: bytes, event: Event, how: str) -> bytes:
 def cuts(disk: Disk, generator: random.Random, *, at_most: int) -> Iterator[Disk]:
     """Yield what a power cut may leave now, ``at_most`` states and the two plain ones.
 
-    Up to ``EXHAUSTIVE`` pending operations: every combination, or a sample of it where it has more
-    than ``at_most``. Above: each beginning, all but one, only one, and a sample.
+    Which ones, and in which order: `helpers.cut_plans.Plans`.
     """
-    for choice in _plans(disk.pending, generator, at_most):
-        yield _state(disk, choice)
+    for plan in _plans(disk.pending, generator, at_most):
+        yield _state(disk, disk.pending, plan)
 
 
-def _plans(
-    pending: Sequence[Pending], generator: random.Random, at_most: int
-) -> Iterator[Sequence[str]]:
-    yield ["lost"] * len(pending)
-    yield ["kept"] * len(pending)
-    yield from itertools.islice(_choices(pending, generator, at_most), at_most)
+def _plans(pending: Iterable[Pending], generator: random.Random, at_most: int) -> Plans:
+    return Plans([_ways(one.event) for one in pending], generator, at_most)
 
 
 @dataclass(frozen=True)
@@ -211,7 +206,7 @@ class Search:
     Attributes:
         seed: For the samples.
         at_most: States an instant, and the two plain ones.
-        sample: So many of all that differ, where there are more; None: all.
+        sample: So many in all, where there are more: of each instant one in turn; None: all.
         points: Instants to cut at, numbers of events; None: all.
     """
 
@@ -226,6 +221,8 @@ def each_cut(
     events: Sequence[Event],
     search: Search,
     told: Callable[[Event], Hashable] = lambda _event: None,
+    *,
+    coverage: Coverage | None = None,
 ) -> Iterator[Cut]:
     """Yield each state that a power cut during these operations may leave, once.
 
@@ -235,84 +232,77 @@ def each_cut(
         search: Which of them.
         told: Given each event; returns what had been promised by then. The same files are another
             state where more had been promised.
+        coverage: Is told at the end how much of each instant was among them.
     """
-    found = _search(start, events, search, told)
+    seen = set[tuple[bytes, Hashable]]()
+    instants = _instants(start, events, search, told)
     if search.sample is None:
-        for cut, _ in found:
-            yield cut
+        for instant in instants:
+            yield from instant.cuts(seen)
+            if coverage is not None:
+                instant.plans.count_in(coverage)
         return
-    # Not the states themselves: there are too many of them.
-    known = [(cut.number, choice, cut.fingerprint, cut.told) for cut, choice in found]
-    chosen = known
-    if len(known) > search.sample:
-        chosen = random.Random(f"{search.seed} sample").sample(known, search.sample)
-    disk, place = start.copy(), 0
-    for number, choice, fingerprint, promised in sorted(chosen, key=operator.itemgetter(0)):
-        while place <= number:
-            disk.do(events[place])
-            place += 1
-        yield Cut(number, events[number], _state(disk, choice), fingerprint, promised)
+    waiting = list(instants)
+    every, left = tuple(waiting), search.sample
+    random.Random(f"{search.seed} order").shuffle(waiting)
+    in_turn = [(instant, instant.cuts(seen)) for instant in waiting]
+    while in_turn and left:
+        going = []
+        for instant, found in in_turn:
+            if left and (cut := next(found, None)) is not None:
+                left -= 1
+                going.append((instant, found))
+                yield cut
+        in_turn = going
+    if coverage is not None:
+        for instant in every:
+            instant.plans.count_in(coverage)
 
 
-def _search(
-    start: Disk,
-    events: Sequence[Event],
-    search: Search,
-    told: Callable[[Event], Hashable],
-) -> Iterator[tuple[Cut, Sequence[str]]]:
-    disk, seen = start.copy(), set[tuple[bytes, Hashable]]()
+@dataclass(frozen=True)
+class _Instant:
+    """After one operation: what is durable, what is pending, and the plans for it."""
+
+    number: int
+    event: Event
+    told: Hashable
+    durable: Disk
+    pending: tuple[Pending, ...]
+    plans: Plans
+
+    def cuts(self, seen: set[tuple[bytes, Hashable]]) -> Iterator[Cut]:
+        """Yield the states that nobody has ``seen`` yet."""
+        for plan in self.plans:
+            state = _state(self.durable, self.pending, plan)
+            fingerprint = state.fingerprint()
+            if (fingerprint, self.told) not in seen:
+                seen.add((fingerprint, self.told))
+                yield Cut(self.number, self.event, state, fingerprint, self.told)
+
+
+def _instants(
+    start: Disk, events: Sequence[Event], search: Search, told: Callable[[Event], Hashable]
+) -> Iterator[_Instant]:
+    disk = start.copy()
     for number, event in enumerate(events):
         disk.do(event)
         promised = told(event)
-        if search.points is not None and number not in search.points:
-            continue
-        generator = random.Random(f"{search.seed} {number}")
-        # Where little is pending the same is drawn again and again.
-        plans = map(tuple, _plans(disk.pending, generator, search.at_most))
-        for choice in dict.fromkeys(plans):
-            state = _state(disk, choice)
-            fingerprint = state.fingerprint()
-            if (fingerprint, promised) not in seen:
-                seen.add((fingerprint, promised))
-                yield Cut(number, event, state, fingerprint, promised), choice
-
-
-def _choices(
-    pending: Sequence[Pending], generator: random.Random, at_most: int
-) -> Iterator[Sequence[str]]:
-    ways = [_ways(one.event) for one in pending]
-    count = len(ways)
-    total = 1
-    for way in ways:
-        total *= len(way)
-    if count <= EXHAUSTIVE and total <= at_most:
-        yield from itertools.product(*ways)
-        return
-    if count > EXHAUSTIVE:
-        yield from _telling(ways, generator)
-    while True:
-        yield [generator.choice(way) for way in ways]
-
-
-def _telling(ways: Sequence[Sequence[str]], generator: random.Random) -> Iterator[list[str]]:
-    count = len(ways)
-    plans = []
-    for number in range(count):
-        plans.append(["kept"] * number + ["lost"] * (count - number))
-        for rest in ("lost", "kept"):
-            around = [rest] * number, [rest] * (count - number - 1)
-            plans += [[*around[0], way, *around[1]] for way in ways[number] if way != rest]
-    generator.shuffle(plans)
-    yield from plans
+        if search.points is None or number in search.points:
+            plans = _plans(
+                disk.pending, random.Random(f"{search.seed} {number}"), search.at_most
+            )
+            yield _Instant(number, event, promised, disk.copy(), tuple(disk.pending), plans)
 
 
 def _ways(event: Event) -> Sequence[str]:
-    return ("lost", "kept", "half", "zeros") if event.op == "write" else ("lost", "kept")
+    if event.op != "write":
+        return ("lost", "kept")
+    return ("lost", "kept", "half", "torn", "zeros")
 
 
-def _state(disk: Disk, choice: Iterable[str]) -> Disk:
-    state = disk.copy()
-    for one, how in zip(disk.pending, choice, strict=True):
+def _state(durable: Disk, pending: Sequence[Pending], plan: Plan) -> Disk:
+    state = durable.copy()
+    for one, how in zip(pending, plan, strict=True):
         if how != "lost":
             state.apply(one.event, how)
     return state
