@@ -8,7 +8,13 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from dist_ckpt import storage
-from dist_ckpt.canonical import bin_name, parse_step_name, step_name
+from dist_ckpt.canonical import (
+    HEADER_BYTES,
+    bin_name,
+    parse_header,
+    parse_step_name,
+    step_name,
+)
 from dist_ckpt.errors import (
     CorruptFileError,
     DigestMismatchError,
@@ -26,6 +32,7 @@ from dist_ckpt.resume_point import (
     ResumePoint,
     load_strict_json,
     parse_resume_point,
+    shard_name,
 )
 from dist_ckpt.snapshot_index import IndexedTensor, parse_index
 from dist_ckpt.storage import FileDigest
@@ -158,11 +165,11 @@ class StoredGenerations:
         return digests
 
     def check_files(self, point: ResumePoint) -> None:
-        """Return if every file of ``point`` is there with its length; reads no data.
+        """Return if every file of ``point`` is there with its length; reads a header at most.
 
         Raises:
             NotFoundError: One is missing.
-            CorruptFileError: One has another length.
+            CorruptFileError: One has another length, or says that it is of another step.
         """
         for name, record in point.files.items():
             path = self.path(point.step) / name
@@ -181,6 +188,29 @@ class StoredGenerations:
                     expected=record["size_bytes"],
                     found=size,
                 )
+        self.check_header(point)
+
+    def check_header(self, point: ResumePoint) -> None:
+        """Return if a shard that is a canonical file says so of this step and this many parameters.
+
+        Raises:
+            CorruptFileError: It is of another one, whatever its digests say.
+        """
+        if not point.canonical.is_shard:
+            return
+        path = self.path(point.step) / shard_name(0)
+        head, size = storage.read_head(path, HEADER_BYTES)
+        expected = (point.step, point.canonical.num_params)
+        found = parse_header(head, file_size=size, path=path)
+        if found != expected:
+            raise CorruptFileError(
+                f"{path} begins as the shard of step {found[0]} with {found[1]} parameters, not "
+                f"of step {expected[0]} with {expected[1]}.",
+                next_step=_WAY_OUT,
+                path=str(path),
+                expected=list(expected),
+                found=list(found),
+            )
 
     def check_sums(self, point: ResumePoint, names: Collection[str] | None = None) -> None:
         """Return if the index and every file have the SHA-256 that the signed resume point says.

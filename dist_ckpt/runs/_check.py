@@ -105,6 +105,11 @@ def check_generation(
         finding.add(error, directory)
     for name, digest in digests.items():
         _check_file(finding, directory / name, digest, depth, progress)
+    if finding.is_whole:
+        try:
+            store.check_header(point)
+        except DistCkptError as error:
+            finding.add(error, directory)
     if depth.is_whole and finding.is_whole and store.trusted is not None:
         _check_signed(finding, store, point)
     if depth.is_whole and finding.is_whole:

@@ -293,7 +293,6 @@ def test_a_shard_of_another_run_that_a_forged_manifest_vouches_for_is_told_by_a_
     record_fault("Bad bytes", what, 1, "passed over where signatures are required, not elsewhere")
 
 
-@pytest.mark.xfail(reason="the shard's own header isn't held against the resume point")
 def test_a_shard_of_another_step_that_a_forged_manifest_vouches_for_is_passed_over(
     tmp_path: Path,
 ) -> None:
