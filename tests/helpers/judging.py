@@ -144,10 +144,11 @@ def _check_left(run_dir: Path) -> str | None:
     marked = {_step_of(path.parent) for path in run_dir.glob("checkpoints/step_*/verified.json")}
     if not marked:
         return None
-    events = read_journal(run_dir, naming=("saved",))
-    told = {event["step"] for event in events if event["event"] == "saved"}
+    # An attempt that was killed right after a commit has told nothing: the one that resumed has.
+    events = read_journal(run_dir, naming=("saved", "resumed"))
+    told = {event["step"] for event in events if event["event"] in ("saved", "resumed")}
     if marked - told:
-        return f"steps {sorted(marked - told)} are marked as read back, and weren't told as saved"
+        return f"steps {sorted(marked - told)} are marked as read back, and weren't told of"
     return None
 
 
