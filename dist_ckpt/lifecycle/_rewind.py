@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from dist_ckpt import storage
 from dist_ckpt.canonical import parse_step_name
-from dist_ckpt.errors import NotFoundError
+from dist_ckpt.errors import NotFoundError, StorageError
 from dist_ckpt.generations import GenerationStore, StoredGenerations
 from dist_ckpt.history import History, bookmark_history, read_journal
 from dist_ckpt.lifecycle._settle import settle
@@ -75,9 +75,19 @@ def rewind(store: GenerationStore, history: History, step: int) -> Rewound:
     """
     storage.require_no_link(store.archive)
     home = store.new_home(f"rewind_to_{step:06d}")
+    plan = plan_rewind(store, step)
+    if plan.set_aside or plan.bins:
+        store.make_home(home)  # refused while nothing has begun, where it is refused
     mark: Mapping[str, Any] = bookmark_history(history)
     history.journal.append(REWIND_STARTED, step=step, home=home, **mark)
-    return _carry_out(store, history, step, home)
+    try:
+        return _carry_out(store, history, step, home)
+    except StorageError as error:
+        raise StorageError(
+            f"Going back to step {step} has begun and can't be ended now: {error.message}",
+            next_step=f"{error.next_step} The next start ends it first, and so does the same command.",
+            **error.values,
+        ) from error
 
 
 def finish_rewind(store: GenerationStore, history: History) -> Rewound | None:

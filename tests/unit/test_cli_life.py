@@ -270,6 +270,34 @@ def test_a_rewind_sets_later_points_and_samples_aside_and_keeps_all_bytes(tmp_pa
     assert [step for step, _ in read_loss(run_dir)] == list(range(1, 7))
 
 
+def test_a_rewind_that_is_refused_at_once_has_not_begun(tmp_path: Path) -> None:
+    """The next start must not go back silently because somebody once was refused to."""
+    run_dir = ended_run(tmp_path)
+    ops = FaultyOps(Fault("mkdir", "archive", error="EACCES"))
+    with use_ops(ops):
+        called = call("rewind", f"{run_dir}@4")
+    assert ops.struck == 1
+    assert called.status == 2
+    assert "has begun" not in called.err
+    assert [event for event in read_journal(run_dir) if "rew" in event["event"]] == []
+    train(options_of(run_dir, until=14))
+    assert steps(run_dir)[-1] == 14
+    assert 12 in steps(run_dir)
+
+
+def test_a_rewind_that_fails_half_way_says_that_it_stands(tmp_path: Path) -> None:
+    run_dir = ended_run(tmp_path)
+    ops = FaultyOps(Fault("rename", "step_000012", error="EIO"))
+    with use_ops(ops):
+        called = call("rewind", f"{run_dir}@4")
+    assert ops.struck == 1
+    assert called.status == 2
+    assert "Going back to step 4 has begun and can't be ended now" in called.err
+    assert "The next start ends it first, and so does the same command." in called.err
+    train(options_of(run_dir, until=6))
+    assert steps(run_dir) == [4, 6]
+
+
 def test_a_rewind_wants_a_step_and_a_whole_generation(tmp_path: Path) -> None:
     run_dir = ended_run(tmp_path)
     called = call("rewind", run_dir)
