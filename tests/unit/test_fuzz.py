@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -55,5 +56,13 @@ def test_a_bounded_search_finds_nothing(target: str) -> None:
         timeout=SOAK_SECS + 90,
         check=False,
     )
-    print((done.stdout + done.stderr)[-2000:])
+    told = done.stdout + done.stderr
+    print(told[-2000:])
     assert done.returncode == 0
+    # As libFuzzer says it, or as we do without it.
+    count = re.search(r"Done (\d+) runs|: (\d+) mutations", told)
+    assert count is not None
+    number = int(count[1] or count[2])
+    assert number > 0
+    what = f"a search over mutations of the file: {target}"
+    record_fault("Bad bytes", what, number, "read, or refused by name")

@@ -33,6 +33,7 @@ from helpers.memory import in_memory
 from helpers.pivoting import Training
 from helpers.power_cuts import Disk, cuts
 from helpers.recording import Recorder
+from helpers.reliability import record_fault
 from helpers.run_dirs import call, snapshot_of
 
 OLD = {"floors": {"docs": 1.0}}
@@ -338,6 +339,8 @@ def test_a_power_cut_at_any_instant_of_a_pivot_loses_nothing_and_it_is_done_agai
                 raise
             shutil.rmtree(scratch)
     assert len(seen) > 60
+    what = "pivot: any state that one may leave, by the rule"
+    record_fault("Power cut", what, len(seen), "done by the same command again")
 
 
 def _keep_out(path: Path, aside: Path) -> None:

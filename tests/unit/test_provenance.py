@@ -38,6 +38,7 @@ from helpers.hostile import (
     sealed,
     victim,
 )
+from helpers.reliability import record_fault
 from helpers.run_dirs import call, options_of
 from helpers.signing import Signed, key_pair, sign
 from helpers.trainers import train
@@ -66,6 +67,8 @@ def test_a_changed_resume_point_is_refused_before_a_byte_of_it_is_parsed(tmp_pat
         path.write_bytes(data)
         assert signed.resume() == (OLDER, ["signature"])
         assert signed.verify() == ["signature"]
+    what = "a signed resume point changed, its digests right or not"
+    record_fault("Bad bytes", what, 3, "not parsed, the older point is resumed")
 
 
 def test_a_fault_anywhere_in_a_signature_is_found(tmp_path: Path) -> None:
@@ -85,6 +88,8 @@ def test_a_fault_anywhere_in_a_signature_is_found(tmp_path: Path) -> None:
         assert signed.resume() == (OLDER, ["signature"])
     path.write_bytes(path.read_bytes() + b"\0")
     assert signed.resume() == (OLDER, ["signature"])
+    what = "every bit of a signature, and lengths"
+    record_fault("Bad bytes", what, 8 * 64 + 4, "refused by name")
 
 
 def test_a_generation_without_a_signature_is_passed_over(tmp_path: Path) -> None:
@@ -117,6 +122,8 @@ def test_a_file_that_fits_its_fast_digest_but_was_not_signed_is_refused(tmp_path
         assert signed.resume() == (OLDER, ["digest-mismatch"])
     with flipped(signed.run.home / INDEX_NAME, 8 * 20), pytest.raises(DigestMismatchError):
         signed.store.check_sums(point, [])
+    what = "a signed file changed and its fast digest forged"
+    record_fault("Bad bytes", what, 2, "refused by name, the older point is resumed")
 
 
 def test_a_signature_that_vouches_for_no_file_is_refused(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from dist_ckpt.reshard import _reshard
 from dist_ckpt.reshard._plan import sort_tensors
 from helpers.boxes import in_memory
 from helpers.generating import adam_part, change_byte, write_generation
+from helpers.reliability import record_fault
 from helpers.run_dirs import snapshot_of
 from helpers.trainers import ROOT
 
@@ -231,6 +232,8 @@ def kill_at_each(stride: int) -> None:
         assert dist_ckpt.open_run(home / "new").generation(100).verify()
         # What the killed ones left was removed by the next.
         assert sorted(p.name for p in home.iterdir()) == ["new", "three"]
+    what = "SIGKILL at operations of a reshard"
+    record_fault("Kill", what, len(killed), "no name, or all of it; the next one is done")
 
 
 def test_killed_at_many_operations_nothing_has_the_name_or_all_of_it() -> None:

@@ -30,6 +30,7 @@ from dist_ckpt.storage import use_ops
 from helpers.faulty_ops import Fault, FaultyOps, faults_environment, read_strikes
 from helpers.generating import adam_part, change_byte, part_of, write_generation
 from helpers.pivoting import Training
+from helpers.reliability import record_fault
 from helpers.run_dirs import call, ended_run, killed_run, options_of, snapshot_of, spawn
 from helpers.trainers import ROOT, final, train
 
@@ -263,6 +264,8 @@ def test_a_shipment_that_was_killed_isnt_confirmed_and_goes_on(
     assert not [path for path in folder.rglob("*") if ".tmp" in path.name]
     assert call("verify", folder).status == 0
     assert pins(run_dir) == {}
+    what = f"SIGKILL of a shipment at {fault.op} of {fault.path}"
+    record_fault("Kill", what, 1, "isn't confirmed, and goes on")
 
 
 def test_copies_that_are_wrong_are_found_and_only_they_are_sent_again(tmp_path: Path) -> None:

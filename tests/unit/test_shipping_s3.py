@@ -21,6 +21,7 @@ from dist_ckpt.shipping._items import content_of_bytes, measure
 from dist_ckpt.shipping._remote import RemoteFolder
 from dist_ckpt.shipping._sending import untold
 from helpers.faulty_ops import Fault, faults_environment, read_strikes
+from helpers.reliability import record_fault
 from helpers.run_dirs import Called, call, ended_run, spawn
 from helpers.s3_server import BUCKET, KEY, SECRET, S3Server, s3_server
 from helpers.trainers import ROOT
@@ -128,6 +129,8 @@ def test_a_shipment_to_s3_that_was_killed_goes_on_and_wrong_copies_are_sent_agai
     assert "rank_00000.state" in sent(again)
     assert dict(open_run(run_dir).store.pins()) == {}
     assert list(scratch.iterdir()) == []
+    what = f"SIGKILL of a shipment to S3 at {fault.op} of {fault.path}"
+    record_fault("Kill", what, 1, "isn't confirmed, and goes on")
 
     client = server.client()
     shard = f"cut/{FOLDER}/checkpoints/step_000012/rank_00000.shard"
