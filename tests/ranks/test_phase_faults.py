@@ -17,6 +17,7 @@ import pytest
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.history import read_journal
 from helpers.phase_faults import PhaseFault
+from helpers.reliability import record_fault
 from helpers.trainers import Job, check_epochs, final, generations, temporary, train
 from helpers.training import Options
 
@@ -55,6 +56,10 @@ def _events(options: Options, event: str) -> list[dict[str, Any]]:
     return [item for item in read_journal(options.run_dir) if item["event"] == event]
 
 
+def _record(how: str, kind: str, phase: str, rank: int, what: str) -> None:
+    record_fault("Ranks", f"rank {rank} {how} in {phase} of a {kind}", 1, what)
+
+
 def _told(job: Job, rank: int) -> str:
     return job.stderr(rank).lower()
 
@@ -87,6 +92,9 @@ def test_a_rank_that_raises_in_a_phase_of_a_save_fails_that_save_alone(
     train(replace(options, until=options.until + 4), ranks=2)
     assert temporary(options) == []
     check_epochs(options, 2)
+    for phase in phases:
+        what = "left unverified" if phase == "verify" else "that save alone fails and says it"
+        _record("raises", "save", phase, rank, f"{what}, training goes on")
 
 
 @pytest.mark.parametrize(("phase", "rank"), SAVE_TABLE)
@@ -104,6 +112,10 @@ def test_a_rank_that_dies_in_a_phase_of_a_save_is_named_by_the_other(
         assert f"rank {rank}" in _told(job, 1 - rank)
         assert SAVE[phase] in _told(job, 1 - rank), job.stderr(1 - rank)
     assert generations(options) == ([4] if phase == "verify" else [])
+    train(options, ranks=2)
+    assert generations(options) == [4]
+    assert temporary(options) == []
+    _record("dies", "save", phase, rank, "the other ends and names rank and phase")
 
 
 def _hangs(table: list[tuple[str, int]], *quick: tuple[str, int]) -> list[Any]:
@@ -126,6 +138,7 @@ def test_a_rank_that_hangs_in_a_phase_of_a_save_is_named_within_the_time_limit(
         began = time.monotonic()
         job.wait_until(lambda: job.poll(other) is not None, IN_TIME_SECS)
         assert time.monotonic() - began < IN_TIME_SECS
+        assert job.struck_phases(rank) == [phase]
         assert job.poll(other) == 1
         assert f"rank {rank}" in _told(job, other)
         assert SAVE[phase] in _told(job, other), job.stderr(other)
@@ -133,6 +146,7 @@ def test_a_rank_that_hangs_in_a_phase_of_a_save_is_named_within_the_time_limit(
     train(options, ranks=2)
     assert generations(options) == [4]
     assert temporary(options) == []
+    _record("hangs", "save", phase, rank, "the other ends in time and names rank and phase")
 
 
 @pytest.mark.parametrize(("phase", "rank"), LOAD_TABLE)
@@ -155,6 +169,7 @@ def test_a_rank_that_raises_or_dies_in_a_phase_of_a_load_ends_it_on_all(
     assert generations(options) == [4]
     train(longer, ranks=2)
     assert final(longer)["step"] == 8
+    _record(f"{how}s", "load", phase, rank, "the other ends and names rank and phase")
 
 
 @pytest.mark.parametrize(("phase", "rank"), _hangs(LOAD_TABLE, ("read", 1)))
@@ -170,8 +185,10 @@ def test_a_rank_that_hangs_in_a_phase_of_a_load_is_named_within_the_time_limit(
         job.wait_until(lambda: job.poll(other) is not None, IN_TIME_SECS)
         assert job.poll(other) == 1
         assert f"rank {rank}" in _told(job, other)
+        assert job.struck_phases(rank) == [phase]
         assert LOAD[phase] in _told(job, other), job.stderr(other)
     assert generations(options) == [4]
+    _record("hangs", "load", phase, rank, "the other ends in time and names rank and phase")
 
 
 def test_a_hang_that_ends_costs_one_save_and_training_goes_on(tmp_path: Path) -> None:
