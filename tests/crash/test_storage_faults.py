@@ -5,15 +5,21 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
+import dist_ckpt
 from dist_ckpt.errors import StorageError
+from dist_ckpt.generations import GenerationStore
 from dist_ckpt.service import _last_save
+from dist_ckpt.storage import use_ops
 from helpers import sweeping
-from helpers.faulty_ops import Call, Fault, RecordingOps
+from helpers.faulty_ops import Call, Fault, FaultyOps, RecordingOps
 from helpers.reliability import record_fault
 from helpers.sweeping import Broken, Result, Site, attempt, copy_run, judge, judge_next
 from helpers.trainers import Job, final, generations
@@ -205,3 +211,41 @@ def test_a_sync_that_takes_many_steps_holds_up_no_step_until_the_next_save(
         1,
         "steps go on",
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_where_every_sync_is_slow_none_is_made_by_the_thread_that_trains(tmp_path: Path) -> None:
+    """Case 30: of files and directories, saves by the cadence; the steps go on beside all of them.
+
+    A step waits for syncs at most where the save before isn't committed yet.
+    """
+    run, every = tmp_path / "run", 100
+    ops = FaultyOps(*(Fault(op, "*", times=None, delay_secs=0.5) for op in ("fsync", "fdatasync")))
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    made: list[int] = []
+    num_beside = 0
+    with (
+        use_ops(ops),
+        dist_ckpt.Checkpointer(run, model=model, optimizer=optimizer, every=every) as ckpt,
+    ):
+        store = GenerationStore(run)
+        for step in ckpt.steps(2 * every + 50):
+            made.append(ops.struck)
+            optimizer.zero_grad()
+            model(torch.ones(4, 3)).square().mean().backward()
+            optimizer.step()
+            ckpt.record(loss=1.0)
+            time.sleep(0.1)
+            num_beside += step > every and every not in store.steps()
+    assert store.steps() == [every, 2 * every, 2 * every + 50]
+    # From the first body to the last: before and behind them nothing trains.
+    struck = ops.strikes[made[0] : made[-1]]
+    assert [call for call in struck if call.thread == threading.main_thread().name] == []
+    folders = [call for call in struck if call.path.endswith("/checkpoints")]
+    assert len(struck) > 10
+    assert folders
+    assert num_beside > 10, "no step was made beside the syncs of a save"
+    what = "every sync of a file or a directory takes 0.5 s"
+    record_fault("Storage", what, len(struck), "none of them on the thread that trains")
