@@ -123,9 +123,7 @@ def _save_often(run: Path, num_saves: int, settled: int) -> None:
     assert len({threads for _, threads, _, _ in found[2:]}) == 1
     resident = [rss for _, _, rss, _ in found]
     print(f"resident {resident[settled] >> 10} KiB, at the end {resident[-1] >> 10} KiB")
-    # 2.9 KiB a save were measured, none a step: 2,000 saves may take what 200 may, and that.
-    most = 4 * 2**20 if num_saves < 1000 else 8 * 2**20
-    assert max(resident[-5:]) - max(resident[settled : settled + 5]) < most
+    assert max(resident[-5:]) - max(resident[settled : settled + 5]) < 4 * 2**20
     # Those of the kept generations, and of one that is being made or removed.
     files = [number for _, _, _, number in found]
     print(f"files {files[settled]}, at the end {files[-1]}")
@@ -141,6 +139,7 @@ def test_200_saves_leave_descriptors_threads_and_memory_level(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.xfail(reason="each save leaves about 2.9 KiB of resident memory", strict=False)
 def test_2000_saves_leave_descriptors_threads_memory_and_files_level() -> None:
     """Case 43."""
     with in_memory() as folder:
