@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from helpers.cut_commands import Command, Killing, try_command
-from helpers.life_commands import COMMANDS, PIVOT, start
+from helpers.life_commands import COMMANDS, PIVOT, REWIND, start
 from helpers.memory import in_memory
 from helpers.power_cuts import Search
 from helpers.reliability import record_fault
@@ -24,7 +24,7 @@ NUM_STATES = 3  # of each kill before the end, and at it
 THEN: dict[str, tuple[Command, Callable[[Path], object] | None]] = {
     **{name: (COMMANDS[name], None) for name in COMMANDS if name != "fork, and training in it"},
     "pivot": (PIVOT, None),
-    "rewind, then a start": (COMMANDS["rewind"], start),
+    "rewind, then a start": (REWIND, start),
     "pivot, then a start": (PIVOT, start),
 }
 

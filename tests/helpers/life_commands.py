@@ -205,7 +205,14 @@ COMMANDS = {
     "reshard": Command(_reshard, ALL, _is_resharded, _train_resharded),
 }
 
-#: Only as ended by a kill: by the command itself, and by the next start of the training.
+
+def _remove_samples(root: Path) -> None:
+    # With samples to be set aside, their new directory is synced again by whoever ends the rewind.
+    (root / NAME / f"{NAME}.samples.json").unlink()
+
+
+#: Only as ended after a kill: by the command itself, or by the next start of the training.
+REWIND = Command(_rewind, ALL, _is_rewound, _train_back, _remove_samples)
 PIVOT = Command(_pivot, ALL, _is_pivoted, _train_newest)
 
 
