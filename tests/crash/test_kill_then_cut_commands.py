@@ -92,4 +92,4 @@ def test_what_a_killed_command_left_pending_is_durable_once_it_was_given_again(
 def test_what_a_killed_command_left_pending_is_durable_once_it_was_given_again_at_each_change(
     name: str, memory: Path
 ) -> None:
-    _try(name, memory, each=True, num_states=10 * NUM_STATES)
+    _try(name, memory, each=True, num_states=2 * NUM_STATES)
