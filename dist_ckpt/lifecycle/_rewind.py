@@ -99,9 +99,8 @@ def finish_rewind(store: GenerationStore, history: History) -> Rewound | None:
     home = str(mark.get("home") or f"rewind_to_{step:06d}")
     for place in (store.archive, store.archive / home):
         storage.require_no_link(place)
-    # What was killed may have said that it begins, and moved generations, but not durably: a
-    # history that is cut durably before them would be that of another run after a power cut.
-    storage.sync_file(history.journal.file.path)
+    # What was killed may have moved generations, but not durably: a history that is cut durably
+    # before them would be that of another run after a power cut.
     settle(store.run_dir)
     return _carry_out(store, history, step, home)
 

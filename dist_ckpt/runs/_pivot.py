@@ -31,6 +31,7 @@ from dist_ckpt.lifecycle import (
     pivots_of,
     read_request,
     remove_request,
+    settle,
     write_request,
 )
 from dist_ckpt.runs._ask import handles, sender_to
@@ -241,6 +242,7 @@ class _Pivoting:
             self._wait(f"The pivot at step {pivot.step} is done; the run has not resumed")
 
     def _answer(self, pivot: Pivot, facts: Mapping[str, Any], *, restarted: bool) -> Pivoted:
+        settle(self._run_dir)  # it may have been done by another, who was killed before it was
         secs = time.monotonic() - self._began
         return Pivoted(pivot, restarted, _command(facts), secs)
 

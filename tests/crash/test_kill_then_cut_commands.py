@@ -8,20 +8,25 @@ by it, though it has not done it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from helpers.cut_commands import Killing, try_command
-from helpers.life_commands import COMMANDS
+from helpers.cut_commands import Command, Killing, try_command
+from helpers.life_commands import COMMANDS, PIVOT, REWIND, start
 from helpers.memory import in_memory
 from helpers.power_cuts import Search
 from helpers.reliability import record_fault
 
 SEED = int(os.environ.get("DIST_CKPT_TEST_SEED", "20261130"))
 NUM_STATES = 3  # of each kill before the end, and at it
-NAMES = [name for name in COMMANDS if name != "fork, and training in it"]
+THEN: dict[str, tuple[Command, Callable[[Path], object] | None]] = {
+    **{name: (COMMANDS[name], None) for name in COMMANDS if name != "fork, and training in it"},
+    "pivot": (PIVOT, None),
+    "rewind, then a start": (REWIND, start),
+    "pivot, then a start": (PIVOT, start),
+}
 
 
 @pytest.fixture
@@ -48,13 +53,14 @@ def _last_chances(killing: Killing) -> list[int]:
 def _try(name: str, memory: Path, *, each: bool, num_states: int) -> None:
     root = memory / "work"
     root.mkdir()
-    killing = Killing(COMMANDS[name], root)
+    command, then = THEN[name]
+    killing = Killing(command, root)
     kills = range(1, len(killing.events)) if each else _last_chances(killing)
     assert len(kills) > 1
     states = 0
     faults = []
     for after in kills:
-        recorded = killing.record(after)
+        recorded = killing.record(after, then)
         assert recorded is not None, f"it ended before its operation {after}"
         end = len(recorded.events) - 1
         between = Search(SEED + after, 20, num_states, range(after, end))
@@ -63,7 +69,7 @@ def _try(name: str, memory: Path, *, each: bool, num_states: int) -> None:
             tally = try_command(recorded, root, search)
             states += tally.states
             last = recorded.events[after - 1]
-            where = f"killed after operation {after}, {last.op} {last.text}; given again; "
+            where = f"killed after operation {after}, {last.op} {last.text}; gone on with; "
             faults += [where + fault for fault in tally.faults[:2]]
     print(f"{len(kills)} kills of {len(killing.events)} operations, {states} states, seed {SEED}")
     assert not faults, f"{len(faults)} faults\n\n" + "\n\n".join(faults[:5])
@@ -73,7 +79,7 @@ def _try(name: str, memory: Path, *, each: bool, num_states: int) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", THEN)
 def test_what_a_killed_command_left_pending_is_durable_once_it_was_given_again(
     name: str, memory: Path
 ) -> None:
@@ -82,8 +88,8 @@ def test_what_a_killed_command_left_pending_is_durable_once_it_was_given_again(
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", THEN)
 def test_what_a_killed_command_left_pending_is_durable_once_it_was_given_again_at_each_change(
     name: str, memory: Path
 ) -> None:
-    _try(name, memory, each=True, num_states=10 * NUM_STATES)
+    _try(name, memory, each=True, num_states=2 * NUM_STATES)

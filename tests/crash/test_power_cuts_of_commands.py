@@ -79,7 +79,11 @@ def test_a_power_cut_during_a_command_loses_nothing_and_it_can_be_run_again_many
 # The enumeration itself is tested: it must notice what it is there for --------------------------
 
 SYNCS = {
-    "fork": [r"/work$", r"/\.tmp-fork-branch$", r"/\.tmp-fork-branch/checkpoints/step_000004$"],
+    "fork": [
+        r"/work/branches$",
+        r"/\.tmp-fork-branch$",
+        r"/\.tmp-fork-branch/checkpoints/step_000004$",
+    ],
     "rewind": [r"/run\.journal\.jsonl$", r"/archive/rewind_to_000002$", r"/archive$"],
     "undelete": [r"/run/checkpoints$", r"/run\.loss\.json$"],
     "pin and prune": [r"/\.pins\.json\.tmp$"],

@@ -13,6 +13,7 @@ import pytest
 
 from dist_ckpt.cli._keep import pin, prune
 from dist_ckpt.cli._life import fork, rewind, undelete
+from dist_ckpt.cli._pivot import pivot
 from dist_ckpt.cli._reshard import reshard
 from dist_ckpt.cli._ship import ship
 from dist_ckpt.errors import UsageError
@@ -32,6 +33,7 @@ from helpers.lives import NAME, Branch, train
 ALL = frozenset(STEPS)
 BACK = 2
 MIDDLE = 4
+BRANCH = "branches/branch"  # not beside the run, whose own names are synced
 
 
 def _run(root: Path) -> str:
@@ -41,36 +43,40 @@ def _run(root: Path) -> str:
 # fork: there whole or not at all; then trained in -----------------------------------------------
 
 
+def _make_place(root: Path) -> None:
+    (root / BRANCH).parent.mkdir()
+
+
 def _fork(root: Path) -> None:
-    fork(f"{_run(root)}@{MIDDLE}", str(root / "branch"), as_json=True)
+    fork(f"{_run(root)}@{MIDDLE}", str(root / BRANCH), as_json=True)
 
 
 def _is_forked(root: Path) -> None:
-    check_run(root / "branch", {MIDDLE}, MIDDLE)
+    check_run(root / BRANCH, {MIDDLE}, MIDDLE)
     check_run(root / NAME, ALL, LAST)
-    first = read_journal(root / "branch")[0]
+    first = read_journal(root / BRANCH)[0]
     assert (first["event"], first["step"]) == ("forked", MIDDLE)
 
 
 def _train_both(root: Path, branch: Branch) -> None:
     resume(root, branch, {LAST})
-    if (root / "branch").exists():
-        resume(root, branch, {MIDDLE}, "branch")
+    if (root / BRANCH).exists():
+        resume(root, branch, {MIDDLE}, BRANCH)
 
 
 def _fork_and_train(root: Path) -> None:
-    if not (root / "branch").exists():
+    if not (root / BRANCH).exists():
         _fork(root)
-    train(root, LAST, name="branch")
+    train(root, LAST, name=BRANCH)
 
 
 def _is_trained(root: Path) -> None:
-    check_run(root / "branch", {LAST}, LAST)
+    check_run(root / BRANCH, {LAST}, LAST)
 
 
 def _train_branch(root: Path, branch: Branch) -> None:
-    if (root / "branch").exists():
-        resume(root, branch, {MIDDLE, LAST}, "branch", keep_last=1)
+    if (root / BRANCH).exists():
+        resume(root, branch, {MIDDLE, LAST}, BRANCH, keep_last=1)
 
 
 # rewind, undelete, pin and prune ------------------------------------------------------------------
@@ -113,6 +119,21 @@ def _is_pruned(root: Path) -> None:
 
 def _train_newest(root: Path, branch: Branch) -> None:
     resume(root, branch, {LAST})
+
+
+# pivot --------------------------------------------------------------------------------------------
+
+
+def _pivot(root: Path) -> None:
+    pivot(_run(root))
+
+
+def _is_pivoted(root: Path) -> None:
+    check_run(root / NAME, ALL, LAST)
+    run_dir = root / NAME
+    assert [event["step"] for event in read_journal(run_dir) if event["event"] == "pivot"] == [LAST]
+    assert (run_dir / f"archive/pivot_{LAST:06d}/{NAME}.samples.json").exists()
+    assert not (run_dir / "request.json").exists()
 
 
 # ship, reshard: another place ---------------------------------------------------------------------
@@ -173,11 +194,28 @@ def _train_resharded(root: Path, branch: Branch) -> None:
 
 
 COMMANDS = {
-    "fork": Command(_fork, ALL, _is_forked, _train_both),
-    "fork, and training in it": Command(_fork_and_train, ALL, _is_trained, _train_branch),
+    "fork": Command(_fork, ALL, _is_forked, _train_both, _make_place),
+    "fork, and training in it": Command(
+        _fork_and_train, ALL, _is_trained, _train_branch, _make_place
+    ),
     "rewind": Command(_rewind, ALL, _is_rewound, _train_back),
-    "undelete": Command(_undelete, ALL, _is_whole, _train_anywhere, prepare=_rewind),
+    "undelete": Command(_undelete, ALL, _is_whole, _train_anywhere, _rewind),
     "pin and prune": Command(_pin_and_prune, frozenset({BACK, LAST}), _is_pruned, _train_newest),
     "ship": Command(_ship, ALL, _is_shipped, _train_shipped),
     "reshard": Command(_reshard, ALL, _is_resharded, _train_resharded),
 }
+
+
+def _remove_samples(root: Path) -> None:
+    # With samples to be set aside, their new directory is synced again by whoever ends the rewind.
+    (root / NAME / f"{NAME}.samples.json").unlink()
+
+
+#: Only as ended after a kill: by the command itself, or by the next start of the training.
+REWIND = Command(_rewind, ALL, _is_rewound, _train_back, _remove_samples)
+PIVOT = Command(_pivot, ALL, _is_pivoted, _train_newest)
+
+
+def start(root: Path) -> None:
+    """Start the run's training, which ends what a command left undone."""
+    train(root, 0, keep_last=None)
