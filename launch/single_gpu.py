@@ -1,12 +1,12 @@
 """The default way to train: one script, one GPU (or none), and a run that survives.
 
-    python launch/single_gpu.py --preset tiny --run runs/first --steps 200 --every 50
+    python launch/single_gpu.py --preset tiny --run runs/one --steps 200 --every 50
 
 Start it again and it goes on where it was. SIGTERM: it finishes the step, writes a checkpoint and
 ends with status 0. SIGUSR1: it writes one and goes on. On several ranks each takes its part of the
 batch; the options stay the same:
 
-    dist-ckpt run --nproc-per-node 2 launch/single_gpu.py --run-dir runs/first --steps 400
+    dist-ckpt run --nproc-per-node 2 launch/single_gpu.py --run-dir runs/ranks --steps 400
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import random
 import sys
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -46,7 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.manual_seed(options.seed)  # the same first weights on every rank
     model = GPT(PRESETS[options.preset]).to(device)
     network = DistributedDataParallel(model) if dist.is_initialized() else model
-    torch.manual_seed(options.seed + 1 + rank)  # each rank draws its own dropout
+    own = options.seed + 1 + rank  # each rank draws its own dropout
+    torch.manual_seed(own)
+    random.seed(own)  # nothing here draws from these two, but they are saved and compared too
+    np.random.seed(own)  # noqa: NPY002 - the global generator is what is saved
     training = TrainingConfig(lr=options.lr)
     trainer = Trainer(network, training, device)
 
@@ -125,7 +130,8 @@ def mean_over_ranks(loss: torch.Tensor) -> torch.Tensor:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(description="Train ANDREA on the text that Python ships.")
-    # Two names: torchrun takes --run for a beginning of its own --run-path, and refuses it.
+    # Two names: plain torchrun takes --run for a beginning of its own --run-path, and refuses it,
+    # though it stands behind the script. `dist-ckpt run` leaves it to the script.
     parser.add_argument(
         "--run", "--run-dir", help="run directory; resumed when it exists (runs/PRESET)"
     )
