@@ -234,6 +234,16 @@ def test_every_page_is_in_the_navigation() -> None:
         assert f" {page.relative_to(DOCS)}\n" in nav, page
 
 
+def test_the_start_page_names_every_page_of_the_navigation() -> None:
+    nav = re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    start = DOCS / "index.md"
+    named = {link.partition("#")[0] for link in _LINK.findall(without_code(start))}
+    # Each decision is listed on a page of its own, see the next test.
+    wanted = {page for page in nav if not re.match(r"decisions/\d", page)} - {"index.md"}
+    assert len(wanted) > 40
+    assert not wanted - named
+
+
 def test_decisions_are_numbered_in_order_and_listed() -> None:
     folder = DOCS / "decisions"
     pages = sorted(path.name for path in folder.glob("0*.md"))
