@@ -11,7 +11,7 @@ import typer
 
 from dist_ckpt import storage
 from dist_ckpt.errors import NotFoundError, UsageError
-from dist_ckpt.runs import Generation, Run, open_run
+from dist_ckpt.runs import VANISHED_ADVICE, Generation, Run, open_run
 
 __all__ = ["Address", "AddressArgument", "RunArgument", "find", "find_generation", "find_run"]
 
@@ -86,9 +86,10 @@ def newest(run: Run) -> Generation:
     """Return the newest generation of a run that has one."""
     latest = run.latest()
     if latest is None:
+        vanished = run.vanished()
         raise NotFoundError(
-            f"{run.path} has no generation yet.",
-            next_step="`dist-ckpt status` says what the run does.",
+            vanished or f"{run.path} has no generation yet.",
+            next_step=VANISHED_ADVICE if vanished else "`dist-ckpt status` says what the run does.",
             path=str(run.path),
         )
     return latest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +16,7 @@ from dist_ckpt.cli._answer import Answer, JsonOption
 from dist_ckpt.cli._show import describe_bin, describe_generation, tell_bin, tell_generation
 from dist_ckpt.cli._text import ago, duration, plain, size, table
 from dist_ckpt.errors import SettingError
-from dist_ckpt.runs import Row, State, Status, list_rows, read_status
+from dist_ckpt.runs import VANISHED_ADVICE, Row, State, Status, list_rows, read_status
 from dist_ckpt.wording import counted
 
 __all__ = ["COMMANDS"]
@@ -33,9 +33,10 @@ def ls(run: RunArgument, *, as_json: JsonOption = False) -> Answer:  # noqa: ARG
         "run": found.name,
         "path": str(found.path),
         "generations": [_row_document(row, now) for row in rows],
+        "vanished": found.vanished(),
     }
-    status = 1 if any(row.fault is not None for row in rows) else 0
-    return Answer(document, lambda: _tell_rows(rows, now, str(found.path)), status)
+    status = 1 if document["vanished"] or any(row.fault is not None for row in rows) else 0
+    return Answer(document, lambda: _tell_rows(rows, now, document), status)
 
 
 def _row_document(row: Row, now: float) -> dict[str, Any]:
@@ -46,18 +47,20 @@ def _row_document(row: Row, now: float) -> dict[str, Any]:
     return document
 
 
-def _tell_rows(rows: Sequence[Row], now: float, path: str) -> str:
+def _tell_rows(rows: Sequence[Row], now: float, document: Mapping[str, Any]) -> str:
+    if document["vanished"]:
+        return f"{plain(document['vanished'])}\n{VANISHED_ADVICE}\n"
     if not rows:
-        return f"{plain(path)} has no generation yet.\n"
+        return f"{plain(document['path'])} has no generation yet.\n"
     heads = ("step", "age", "reason", "ranks", "bytes", "verified", "pinned", "proven")
     cells = [
         (
             row.step,
             None if row.time is None else ago(now - row.time),
-            ", ".join(row.reasons) if row.fault is None else "UNREADABLE",
+            "UNREADABLE" if row.time is None else ", ".join(row.reasons),
             row.world_size,
             size(row.num_bytes),
-            None if row.verified_at is None else ago(now - row.verified_at),
+            _verified(row, now),
             None if row.pinned is None else row.pinned or "yes",
             row.proven,
         )
@@ -65,6 +68,13 @@ def _tell_rows(rows: Sequence[Row], now: float, path: str) -> str:
     ]
     faults = "".join(f"{plain(row.fault)}\n" for row in rows if row.fault is not None)
     return table(heads, cells, right=("step", "ranks", "bytes")) + faults
+
+
+def _verified(row: Row, now: float) -> str | None:
+    # That it was whole once says nothing where its files are known to be otherwise now.
+    if row.fault is not None and row.time is not None:
+        return "DAMAGED"
+    return None if row.verified_at is None else ago(now - row.verified_at)
 
 
 def status(
@@ -117,6 +127,8 @@ def _facts(found: Status) -> list[tuple[str, str]]:
         )
     elif found.damaged:
         committed = "none that can be used"
+    elif found.vanished is not None:
+        committed = "nothing any more"
     facts = [("committed", committed), *_troubles(found)]
     if found.lost_steps is not None:
         verb = "lost now" if found.is_alive else "lost"
@@ -136,6 +148,8 @@ def _facts(found: Status) -> list[tuple[str, str]]:
 
 def _troubles(found: Status) -> list[tuple[str, str]]:
     troubles = [("DAMAGED", f"step {step}: {why}") for step, why in found.damaged.items()]
+    if found.vanished is not None:
+        troubles.append(("VANISHED", f"{found.vanished} {VANISHED_ADVICE}"))
     if found.failing is not None:
         failing = found.failing
         count = "the last save" if failing.count == 1 else f"the last {failing.count} saves"

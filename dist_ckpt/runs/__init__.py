@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from dist_ckpt.runs._places import holds_format, is_generation, refuse_export
     from dist_ckpt.runs._run import Run, open_run, settings_of
     from dist_ckpt.runs._status import Status, read_status
+    from dist_ckpt.runs._vanished import VANISHED_ADVICE
     from dist_ckpt.runs._write import FORMATS, Written, write_export
 
 __all__ = [
     "FORMATS",
+    "VANISHED_ADVICE",
     "Answered",
     "Depth",
     "Evidence",
@@ -77,6 +79,7 @@ _HOMES = {
     "Run": "_run",
     "State": "_liveness",
     "Status": "_status",
+    "VANISHED_ADVICE": "_vanished",
     "Written": "_write",
     "ask_save": "_ask",
     "ask_stop": "_ask",

@@ -11,12 +11,13 @@ from typing import Any
 
 from dist_ckpt import storage
 from dist_ckpt.canonical import bin_size
-from dist_ckpt.errors import DistCkptError
+from dist_ckpt.errors import CorruptFileError, DistCkptError
 from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.history import LossGap, history_path, read_gap, run_name
-from dist_ckpt.resume_point import ResumePoint
+from dist_ckpt.resume_point import INDEX_NAME, ResumePoint
 from dist_ckpt.runs._liveness import Evidence, Liveness, State, look_alive
 from dist_ckpt.runs._run import Run
+from dist_ckpt.runs._vanished import tell_vanished
 
 __all__ = ["Failing", "Status", "read_status"]
 
@@ -64,6 +65,7 @@ class Status:
         damaged: Step → why that generation can't be used, as far as sizes and manifests tell.
         set_aside: What a start found unusable and moved to archive/.
         lost_losses: What the loss file lacks of what was logged, None where nothing is missing.
+        vanished: Says that generations which the journal tells of are gone; None: they aren't.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Status:
     damaged: Mapping[int, str] = field(default_factory=dict)
     set_aside: tuple[str, ...] = ()
     lost_losses: LossGap | None = None
+    vanished: str | None = None
 
     @property
     def lost_secs(self) -> float | None:
@@ -139,6 +142,7 @@ class Status:
             "damaged": {str(step): why for step, why in self.damaged.items()},
             "set_aside": list(self.set_aside),
             "losses_missing": None if self.lost_losses is None else asdict(self.lost_losses),
+            "vanished": self.vanished,
         }
 
 
@@ -183,6 +187,7 @@ def read_status(run: Run) -> Status:
         damaged=damaged,
         set_aside=_set_aside(store),
         lost_losses=None if committed is None else _gap(store, committed, journal),
+        vanished=None if run.is_single else tell_vanished(store, journal),
     )
 
 
@@ -236,12 +241,20 @@ def _newest(store: StoredGenerations) -> tuple[ResumePoint | None, dict[int, str
         try:
             point = store.manifest(step)
             store.check_files(point)
+            _check_index(store, point)
         except DistCkptError as error:
             if store.has(step):  # else it was retired meanwhile
                 damaged[step] = error.message
             continue
         return point, damaged
     return None, damaged
+
+
+def _check_index(store: StoredGenerations, point: ResumePoint) -> None:
+    path, expected = store.path(point.step) / INDEX_NAME, int(point.index["size_bytes"])
+    found = storage.file_size(path)
+    if found != expected:
+        raise CorruptFileError(f"{path} has {found:,} bytes where {expected:,} were written.")
 
 
 def _failing(journal: Sequence[Mapping[str, Any]]) -> Failing | None:

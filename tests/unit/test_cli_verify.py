@@ -186,6 +186,23 @@ def test_nothing_to_check_is_status_2(tmp_path: Path) -> None:
         assert "error" in call("verify", path, "--json").json
 
 
+@pytest.mark.parametrize("bins", [True, False])
+def test_generations_that_vanished_are_a_fault(tmp_path: Path, bins: bool) -> None:
+    """A whole .bin or two don't make a run healthy whose training would refuse to go on."""
+    run_dir = ended_run(tmp_path)
+    shutil.rmtree(run_dir / "checkpoints")
+    for path in () if bins else run_dir.glob("step_*"):
+        path.unlink()
+    called = call("verify", run_dir)
+    assert called.status == 1
+    assert f"{run_dir} has no generation, though the journal tells of step 12." in called.out
+    assert called.out.splitlines()[-1].endswith("1 fault")
+    faults = call("verify", run_dir, "--json").json["faults"]
+    assert [(fault["id"], fault["path"]) for fault in faults] == [
+        ("not-found", str(run_dir / "checkpoints"))
+    ]
+
+
 def test_a_foreign_directory_among_generations_is_status_2(tmp_path: Path) -> None:
     run_dir = ended_run(tmp_path)
     (run_dir / "checkpoints/step_000100").mkdir()
