@@ -10,17 +10,27 @@ from typing import Annotated, Any
 
 import typer
 
-from dist_ckpt import storage
 from dist_ckpt.cli._address import AddressArgument, RunArgument, find, find_generation, find_run
 from dist_ckpt.cli._answer import Answer, JsonOption
 from dist_ckpt.cli._show import describe_bin, describe_generation, tell_bin, tell_generation
-from dist_ckpt.cli._text import ago, duration, plain, size, table
+from dist_ckpt.cli._text import ago, duration, first_line, plain, size, table
 from dist_ckpt.errors import SettingError
-from dist_ckpt.runs import VANISHED_ADVICE, Row, State, Status, list_rows, read_status
+from dist_ckpt.runs import (
+    VANISHED_ADVICE,
+    Row,
+    State,
+    Status,
+    is_bin,
+    list_rows,
+    read_status,
+    require_no_file,
+)
 from dist_ckpt.wording import counted
 
 __all__ = ["COMMANDS"]
 
+#: Where what is told in one line can be read whole.
+_MORE = "`--json` and the journal have all"
 _ROW_NAMES = tuple(field.name for field in dataclasses.fields(Row))
 
 
@@ -113,8 +123,9 @@ def _tell_status(found: Status) -> str:
     word = "dead" if state is State.DEAD else state.value
     lines = [f"{found.name}: {word}" + (f" ({', '.join(about)})" if about else "")]
     for number, evidence in enumerate(found.liveness.evidence):
-        lines.append(f"  {'evidence' if number == 0 else '':<10} {evidence.text}")
-    lines += [f"  {head:<10} {text}" for head, text in _facts(found)]
+        text = first_line(evidence.text, _MORE)
+        lines.append(f"  {'evidence' if number == 0 else '':<10} {text}")
+    lines += [f"  {head:<10} {first_line(text, _MORE)}" for head, text in _facts(found)]
     return "".join(f"{plain(line)}\n" for line in lines)
 
 
@@ -171,9 +182,10 @@ def show(
 ) -> Answer:
     """Show one resume point, or a .bin."""
     path = Path(address)
-    if path.name.endswith(".bin") and storage.exists(path) and not storage.is_dir(path):
+    if is_bin(path):
         document = describe_bin(path)
         return Answer(document, lambda: tell_bin(document))
+    require_no_file(path)
     run, generation = find_generation(address)
     document = describe_generation(run, generation, with_tensors=tensors)
     return Answer(document, lambda: tell_generation(document))

@@ -21,7 +21,14 @@ if TYPE_CHECKING:
     from dist_ckpt.runs._liveness import Evidence, Liveness, State, look_alive
     from dist_ckpt.runs._pivot import Pivoted, pivot_run
     from dist_ckpt.runs._pivot_plan import PivotPlan, plan_pivot
-    from dist_ckpt.runs._places import holds_format, is_generation, refuse_export
+    from dist_ckpt.runs._places import (
+        holds_format,
+        is_bin,
+        is_generation,
+        refuse_export,
+        require_no_file,
+        runs_below,
+    )
     from dist_ckpt.runs._run import Run, open_run, settings_of
     from dist_ckpt.runs._status import Status, read_status
     from dist_ckpt.runs._vanished import VANISHED_ADVICE
@@ -51,6 +58,7 @@ __all__ = [
     "check_run",
     "find_origin",
     "holds_format",
+    "is_bin",
     "is_generation",
     "list_rows",
     "look_alive",
@@ -60,6 +68,8 @@ __all__ = [
     "planned_bytes",
     "read_status",
     "refuse_export",
+    "require_no_file",
+    "runs_below",
     "settings_of",
     "write_export",
 ]
@@ -88,6 +98,7 @@ _HOMES = {
     "check_run": "_check",
     "find_origin": "_check_bin",
     "holds_format": "_places",
+    "is_bin": "_places",
     "is_generation": "_places",
     "list_rows": "_listing",
     "look_alive": "_liveness",
@@ -97,6 +108,8 @@ _HOMES = {
     "planned_bytes": "_check",
     "read_status": "_status",
     "refuse_export": "_places",
+    "require_no_file": "_places",
+    "runs_below": "_places",
     "settings_of": "_run",
     "write_export": "_write",
 }

@@ -74,6 +74,20 @@ def test_ls_as_json_has_all_facts(tmp_path: Path) -> None:
     assert (row["pinned"], row["proven"], row["fault"]) == (None, None, None)
 
 
+def test_the_parent_of_runs_names_them(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for number in range(7):
+        (runs / f"r{number}").mkdir(parents=True)
+        (runs / f"r{number}" / "run.json").write_text("{}")
+    (runs / "other").mkdir()
+    for command in ("ls", "status", "verify", "show"):
+        called = call(command, runs)
+        assert called.status == 2
+        named = ", ".join(str(runs / f"r{number}") for number in range(5))
+        assert f"Below it lie {named} and 2 more: name one of them." in called.err
+    assert "Below it" not in call("ls", runs / "other").err
+
+
 def test_ls_of_a_run_that_has_saved_nothing_says_so(tmp_path: Path) -> None:
     run_dir = tmp_path / "new"
     run_dir.mkdir()

@@ -278,6 +278,24 @@ def test_a_bin_that_is_none_is_status_1_with_the_numbers(tmp_path: Path, data: b
     assert any(number in called.out for number in (str(len(data)), "negative", "-1"))
 
 
+def test_a_bin_under_another_name_is_known_by_its_header(tmp_path: Path) -> None:
+    run_dir = ended_run(tmp_path)
+    path = tmp_path / "weights.foo"
+    assert call("export", f"{run_dir}@8", "-o", path, "--format", "bin").status == 0
+    checked = call("verify", path, "--json")
+    assert (checked.status, checked.json["digests_compared"]) == (0, 1)
+    assert call("show", path, "--json").json["step"] == 8
+    assert "a single file of weights and moments" in call("ls", path).err
+    change_byte(path, 300)
+    assert call("verify", path).status == 1
+    path.write_bytes(path.read_bytes()[:-1])
+    for command in ("verify", "show"):
+        called = call(command, path)
+        assert called.status == 2
+        assert "neither a run directory nor a .bin" in called.err
+        assert "Name a run directory, a generation, or a .bin" in called.err
+
+
 def test_a_sum_that_is_none_is_a_fault(tmp_path: Path) -> None:
     run_dir = ended_run(tmp_path)
     sum_path = run_dir / "step_000008.bin.sha256"
