@@ -107,15 +107,16 @@ def status(
         )
     found = read_status(find_run(run))
     document = found.to_json()
-    code = 0
+    code, verdict = 0, None
     if max_age is not None:
-        healthy = found.is_healthy(max_age)
-        document["healthy"] = healthy
-        code = 0 if healthy else 1
-    return Answer(document, lambda: _tell_status(found), code)
+        ailments = found.ailments(max_age)
+        document["healthy"], document["ailments"] = not ailments, ailments
+        code = 1 if ailments else 0
+        verdict = f"no, so status 1: {'; '.join(ailments)}" if ailments else "yes"
+    return Answer(document, lambda: _tell_status(found, verdict), code)
 
 
-def _tell_status(found: Status) -> str:
+def _tell_status(found: Status, verdict: str | None) -> str:
     ranks = found.liveness.facts.get("world_size")
     about = [] if found.attempt is None else [f"attempt {found.attempt}"]
     about += [] if ranks is None else [counted(ranks, "rank")]
@@ -126,6 +127,7 @@ def _tell_status(found: Status) -> str:
         text = first_line(evidence.text, _MORE)
         lines.append(f"  {'evidence' if number == 0 else '':<10} {text}")
     lines += [f"  {head:<10} {first_line(text, _MORE)}" for head, text in _facts(found)]
+    lines += [] if verdict is None else [f"  {'healthy':<10} {verdict}"]
     return "".join(f"{plain(line)}\n" for line in lines)
 
 

@@ -106,10 +106,19 @@ class Status:
         """Not known to be over; a run on another host may be alive."""
         return self.liveness.state in (State.RUNNING, State.SUSPENDED, State.UNKNOWN)
 
-    def is_healthy(self, max_age_secs: float) -> bool:
-        """Return whether it is alive, saves, and its last step isn't older than that."""
+    def ailments(self, max_age_secs: float) -> list[str]:
+        """Return why it isn't healthy: alive, saving, its last step no older than that."""
+        found = []
         age = self.last_step_age_secs
-        return self.is_alive and self.failing is None and age is not None and age <= max_age_secs
+        if not self.is_alive:
+            found.append(f"it isn't alive ({self.liveness.state.value})")
+        if self.failing is not None:
+            found.append("its last save failed")
+        if age is None:
+            found.append("no step was logged yet")
+        elif age > max_age_secs:
+            found.append(f"step {self.last_step} is {age:.1f} s old, more than {max_age_secs:g} s")
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
@@ -160,8 +169,8 @@ def read_status(run: Run) -> Status:
     journal = run.journal()
     liveness = look_alive(store.run_dir, journal)
     marks = _newest_marks(journal)
-    logged = _last_logged(run, marks)
     committed, damaged = _newest(store)
+    logged = _last_logged(run, marks, committed)
     if logged is not None and marks and logged[0] > marks[-1][0] and logged[1] > marks[-1][1]:
         marks = [*marks, logged]
     speed = _secs_per_step(marks)
@@ -219,9 +228,15 @@ def _secs_per_step(marks: Sequence[_Mark]) -> float | None:
     return rates[len(rates) // 2] if rates else None
 
 
-def _last_logged(run: Run, marks: Sequence[_Mark]) -> _Mark | None:
-    """Return when the last step was logged and which; from the checkpoints where no losses are."""
+def _last_logged(run: Run, marks: Sequence[_Mark], committed: ResumePoint | None) -> _Mark | None:
+    """Return when the last step was logged and which; from the checkpoints where no losses are.
+
+    A loss file may have been changed later by others: `rewind`, `undelete`, a copy. Where it ends
+    with the newest generation, that tells the time: the training itself has written it there.
+    """
     entries = run.loss()
+    if entries and committed is not None and entries[-1][0] == committed.step:
+        return committed.time, committed.step
     if entries:
         name = run_name(run.store.run_dir)
         status = storage.lstat(history_path(run.store.run_dir, name, "loss"))

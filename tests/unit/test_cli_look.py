@@ -367,6 +367,41 @@ def test_a_run_that_failed_names_its_error(tmp_path: Path) -> None:
     assert "gives up" in called.out
 
 
+def test_a_command_that_changes_the_loss_file_makes_no_step_newer(tmp_path: Path) -> None:
+    run_dir = ended_run(tmp_path)
+    loss = run_dir / "small.loss.json"
+    for step, words in ((4, ["rewind", f"{run_dir}@4"]), (12, ["undelete", run_dir, "12"])):
+        before = loss.stat().st_mtime_ns
+        assert call(*words).status == 0
+        assert loss.stat().st_mtime_ns != before
+        generation = open_run(run_dir).generation(step)
+        document = call("status", run_dir, "--json").json
+        assert (document["last_step"], document["committed_step"]) == (step, step)
+        assert document["last_step_age_secs"] == document["committed_age_secs"]
+        assert document["last_step_age_secs"] == pytest.approx(
+            time.time() - generation.manifest.time, abs=60
+        )
+
+
+def test_a_probe_says_why_its_status_is_1(tmp_path: Path) -> None:
+    run_dir = killed_run(tmp_path)
+    os.utime(run_dir / "small.loss.json", (1.0, 1.0))
+    called = call("status", run_dir, "--max-age", "60")
+    assert called.status == 1
+    told = called.out.splitlines()[-1]
+    assert told.startswith("  healthy    no, so status 1: it isn't alive (dead); step 14 is ")
+    assert told.endswith(" s old, more than 60 s")
+    assert "healthy" not in call("status", run_dir).out
+    assert len(call("status", run_dir, "--max-age", "60", "--json").json["ailments"]) == 2
+    lock = RunLock(run_dir / "run.lock")
+    lock.acquire({"pid": 1, "host": "container"})
+    try:
+        called = call("status", run_dir, "--max-age", "1e12")
+    finally:
+        lock.release()
+    assert (called.status, called.out.splitlines()[-1].split()) == (0, ["healthy", "yes"])
+
+
 @pytest.mark.parametrize("age", ["-1", "nan"])
 def test_an_age_that_is_none_is_refused(tmp_path: Path, age: str) -> None:
     called = call("status", ended_run(tmp_path), "--max-age", age, "--json")
