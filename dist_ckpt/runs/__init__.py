@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from dist_ckpt.runs._check_bin import check_bin, find_origin
     from dist_ckpt.runs._findings import Depth, Fault, Finding
     from dist_ckpt.runs._generation import Generation
+    from dist_ckpt.runs._health import Status
+    from dist_ckpt.runs._labels import label_runs
     from dist_ckpt.runs._listing import Row, list_rows
     from dist_ckpt.runs._liveness import Evidence, Liveness, State, look_alive
     from dist_ckpt.runs._pivot import Pivoted, pivot_run
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
         runs_below,
     )
     from dist_ckpt.runs._run import Run, open_run, settings_of
-    from dist_ckpt.runs._status import Status, read_status
+    from dist_ckpt.runs._status import read_status
     from dist_ckpt.runs._vanished import VANISHED_ADVICE
     from dist_ckpt.runs._write import FORMATS, Written, write_export
 
@@ -60,6 +62,7 @@ __all__ = [
     "holds_format",
     "is_bin",
     "is_generation",
+    "label_runs",
     "list_rows",
     "look_alive",
     "open_run",
@@ -88,7 +91,7 @@ _HOMES = {
     "Row": "_listing",
     "Run": "_run",
     "State": "_liveness",
-    "Status": "_status",
+    "Status": "_health",
     "VANISHED_ADVICE": "_vanished",
     "Written": "_write",
     "ask_save": "_ask",
@@ -100,6 +103,7 @@ _HOMES = {
     "holds_format": "_places",
     "is_bin": "_places",
     "is_generation": "_places",
+    "label_runs": "_labels",
     "list_rows": "_listing",
     "look_alive": "_liveness",
     "open_run": "_run",

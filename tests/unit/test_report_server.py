@@ -6,6 +6,7 @@ import base64
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -25,6 +26,7 @@ import pytest
 from dist_ckpt.errors import DistCkptError, UsageError
 from dist_ckpt.history import History
 from dist_ckpt.report import Server, _server
+from dist_ckpt.report._catalog import Catalog
 from helpers.reporting import hostile_run, write_run
 from helpers.run_dirs import call, ended_run, killed_run, snapshot_of
 from helpers.trainers import ROOT
@@ -253,6 +255,18 @@ def test_runs_of_one_name_are_told_apart_and_new_ones_show_up(tmp_path: Path) ->
         assert ask(server, "/loss/new")[0] == 404
         write_run(tmp_path / "a" / "new", losses=[(5, 5.0)])
         assert ask_json(server, "/loss/new") == {"points": [[5, 5.0]]}
+
+
+def test_copies_are_listed_by_their_directories_names(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", losses=[(1, 1.0)])
+    for number in (1, 2):
+        shutil.copytree(tmp_path / "run", tmp_path / f"copy{number}")
+    write_run(tmp_path / "other", losses=[(1, 1.0)])
+    assert list(Catalog([tmp_path]).runs()) == ["copy1", "copy2", "other", "run"]
+    (tmp_path / "copy1").rename(tmp_path / "run2")
+    assert {name: w.run.path.name for name, w in Catalog([tmp_path]).runs().items()} == {
+        name: name for name in ("copy2", "other", "run", "run2")
+    }
 
 
 def test_slow_clients_keep_nobody_waiting_and_lose_their_place(
