@@ -348,6 +348,22 @@ def test_serve_takes_a_free_port_and_ends_with_0_at_sigterm_and_130_at_ctrl_c(
         assert (second.returncode, out, err) == (130, "", "")
 
 
+def test_a_sigterm_at_the_moment_it_is_told_of_ends_it_in_order(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", losses=[(1, 2.0)])
+    server = Server([tmp_path / "run"], port=0)
+    struck = []
+
+    def ready() -> None:
+        struck.append(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)
+        if struck[0]:
+            signal.raise_signal(signal.SIGTERM)
+
+    server.serve(ready=ready)
+    assert struck == [True]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", server.server_port))
+
+
 def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
     run_dir = ended_run(tmp_path)
     for place in (
