@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from dist_ckpt import storage
-from dist_ckpt.errors import NotFoundError, UsageError
-from dist_ckpt.runs import Generation, Run, open_run
+from dist_ckpt.errors import ForeignFileError, NotFoundError, UsageError
+from dist_ckpt.runs import VANISHED_ADVICE, Generation, Run, open_run, runs_below
 
 __all__ = ["Address", "AddressArgument", "RunArgument", "find", "find_generation", "find_run"]
 
@@ -20,6 +20,7 @@ AddressArgument = Annotated[
     str, typer.Argument(metavar="RUN[@N]", help="A generation: RUN is the newest.")
 ]
 
+_NUM_NAMED = 5
 _STEP = re.compile(r"[0-9]{1,18}")
 
 
@@ -46,8 +47,8 @@ def find(text: str) -> Address:
     """
     base, at, which = text.rpartition("@")
     if not at or storage.exists(Path(text)):
-        return Address(open_run(text), None)
-    run = open_run(base)
+        return Address(_open(text), None)
+    run = _open(base)
     if which == "latest":
         return Address(run, newest(run).step)
     if not _STEP.fullmatch(which):
@@ -57,6 +58,24 @@ def find(text: str) -> Address:
             found=which,
         )
     return Address(run, run.generation(int(which)).step)
+
+
+def _open(text: str) -> Run:
+    """Return the run; where runs lie below the directory instead, the error names them."""
+    try:
+        return open_run(text)
+    except ForeignFileError as error:
+        below = [str(path) for path in runs_below(Path(text))]
+        if not below:
+            raise
+        more = len(below) - _NUM_NAMED
+        names = ", ".join(below[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")
+        one, lie = ("it", "lies") if len(below) == 1 else ("one of them", "lie")
+        raise ForeignFileError(
+            error.message,
+            next_step=f"Below it {lie} {names}: name {one}.",
+            **error.values,
+        ) from error
 
 
 def find_generation(text: str) -> tuple[Run, Generation]:
@@ -86,9 +105,10 @@ def newest(run: Run) -> Generation:
     """Return the newest generation of a run that has one."""
     latest = run.latest()
     if latest is None:
+        vanished = run.vanished()
         raise NotFoundError(
-            f"{run.path} has no generation yet.",
-            next_step="`dist-ckpt status` says what the run does.",
+            vanished or f"{run.path} has no generation yet.",
+            next_step=VANISHED_ADVICE if vanished else "`dist-ckpt status` says what the run does.",
             path=str(run.path),
         )
     return latest

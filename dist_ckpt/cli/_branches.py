@@ -15,10 +15,10 @@ def describe_branches(curves: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return where the curves part and their means from there on, for programs.
 
     Args:
-        curves: With ``run`` and canonical ``entries``.
+        curves: With ``label`` and canonical ``entries``.
     """
     found = compare_branches([[(step, loss) for step, loss in c["entries"]] for c in curves])
-    names = [curve["run"] for curve in curves]
+    names = [curve["label"] for curve in curves]
     document = found.to_json()
     windows = [*document["windows"], *([document["whole"]] if document["whole"] else [])]
     for window in windows:

@@ -53,6 +53,12 @@ def export(
     An export isn't a resume point: training goes on from the run directory.
     """
     run, generation = find_generation(address)
+    if output.endswith("/") and not storage.is_dir(Path(output)):
+        raise UsageError(
+            f"-o {output} names a directory, and there is none.",
+            next_step="Make it first, or leave out the slash to name a file.",
+            path=output,
+        )
     targets = _targets(Path(output), formats, generation, weights_only=weights_only)
     for target in targets.values():
         _check_target(target, force=force)

@@ -26,15 +26,21 @@ _ALL = "all"
 def pin(
     address: AddressArgument,
     *,
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why it is kept.")] = "",
+    reason: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Why it is kept [as an earlier pin says].")
+    ] = None,
     as_json: JsonOption = False,  # noqa: ARG001 - see JsonOption
 ) -> Answer:
     """Keep a generation whatever retention says, until it is unpinned; also of a live run."""
     run, generation = find_generation(address)
     lifecycle.settle(run_dir_of(run))  # a pin of what a power cut takes away keeps nothing
-    GenerationStore(run_dir_of(run)).pin(generation.step, reason)
+    store = GenerationStore(run_dir_of(run))
+    if reason is None:
+        reason = store.pins().get(generation.step, "")
+    store.pin(generation.step, reason)
     document = {"run": run.name, "step": generation.step, "pinned": True, "reason": reason}
-    return Answer(document, lambda: f"{plain(run.name)}: step {generation.step} is pinned\n")
+    why = f": {plain(reason)}" if reason else ""
+    return Answer(document, lambda: f"{plain(run.name)}: step {generation.step} is pinned{why}\n")
 
 
 def unpin(

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dist_ckpt import storage
 from dist_ckpt.cli._address import AddressArgument, RunArgument, find, find_generation, find_run
 from dist_ckpt.cli._answer import Answer, JsonOption
 from dist_ckpt.cli._show import describe_bin, describe_generation, tell_bin, tell_generation
-from dist_ckpt.cli._text import ago, duration, plain, size, table
+from dist_ckpt.cli._text import ago, duration, first_line, plain, size, table
 from dist_ckpt.errors import SettingError
-from dist_ckpt.runs import Row, State, Status, list_rows, read_status
+from dist_ckpt.runs import (
+    VANISHED_ADVICE,
+    Row,
+    State,
+    Status,
+    is_bin,
+    list_rows,
+    read_status,
+    require_no_file,
+)
 from dist_ckpt.wording import counted
 
 __all__ = ["COMMANDS"]
 
+#: Where what is told in one line can be read whole.
+_MORE = "`--json` and the journal have all"
 _ROW_NAMES = tuple(field.name for field in dataclasses.fields(Row))
 
 
@@ -33,9 +43,10 @@ def ls(run: RunArgument, *, as_json: JsonOption = False) -> Answer:  # noqa: ARG
         "run": found.name,
         "path": str(found.path),
         "generations": [_row_document(row, now) for row in rows],
+        "vanished": found.vanished(),
     }
-    status = 1 if any(row.fault is not None for row in rows) else 0
-    return Answer(document, lambda: _tell_rows(rows, now, str(found.path)), status)
+    status = 1 if document["vanished"] or any(row.fault is not None for row in rows) else 0
+    return Answer(document, lambda: _tell_rows(rows, now, document), status)
 
 
 def _row_document(row: Row, now: float) -> dict[str, Any]:
@@ -46,18 +57,20 @@ def _row_document(row: Row, now: float) -> dict[str, Any]:
     return document
 
 
-def _tell_rows(rows: Sequence[Row], now: float, path: str) -> str:
+def _tell_rows(rows: Sequence[Row], now: float, document: Mapping[str, Any]) -> str:
+    if document["vanished"]:
+        return f"{plain(document['vanished'])}\n{VANISHED_ADVICE}\n"
     if not rows:
-        return f"{plain(path)} has no generation yet.\n"
+        return f"{plain(document['path'])} has no generation yet.\n"
     heads = ("step", "age", "reason", "ranks", "bytes", "verified", "pinned", "proven")
     cells = [
         (
             row.step,
             None if row.time is None else ago(now - row.time),
-            ", ".join(row.reasons) if row.fault is None else "UNREADABLE",
+            "UNREADABLE" if row.time is None else ", ".join(row.reasons),
             row.world_size,
             size(row.num_bytes),
-            None if row.verified_at is None else ago(now - row.verified_at),
+            _verified(row, now),
             None if row.pinned is None else row.pinned or "yes",
             row.proven,
         )
@@ -65,6 +78,13 @@ def _tell_rows(rows: Sequence[Row], now: float, path: str) -> str:
     ]
     faults = "".join(f"{plain(row.fault)}\n" for row in rows if row.fault is not None)
     return table(heads, cells, right=("step", "ranks", "bytes")) + faults
+
+
+def _verified(row: Row, now: float) -> str | None:
+    # That it was whole once says nothing where its files are known to be otherwise now.
+    if row.fault is not None and row.time is not None:
+        return "DAMAGED"
+    return None if row.verified_at is None else ago(now - row.verified_at)
 
 
 def status(
@@ -87,15 +107,16 @@ def status(
         )
     found = read_status(find_run(run))
     document = found.to_json()
-    code = 0
+    code, verdict = 0, None
     if max_age is not None:
-        healthy = found.is_healthy(max_age)
-        document["healthy"] = healthy
-        code = 0 if healthy else 1
-    return Answer(document, lambda: _tell_status(found), code)
+        ailments = found.ailments(max_age)
+        document["healthy"], document["ailments"] = not ailments, ailments
+        code = 1 if ailments else 0
+        verdict = f"no, so status 1: {'; '.join(ailments)}" if ailments else "yes"
+    return Answer(document, lambda: _tell_status(found, verdict), code)
 
 
-def _tell_status(found: Status) -> str:
+def _tell_status(found: Status, verdict: str | None) -> str:
     ranks = found.liveness.facts.get("world_size")
     about = [] if found.attempt is None else [f"attempt {found.attempt}"]
     about += [] if ranks is None else [counted(ranks, "rank")]
@@ -103,8 +124,10 @@ def _tell_status(found: Status) -> str:
     word = "dead" if state is State.DEAD else state.value
     lines = [f"{found.name}: {word}" + (f" ({', '.join(about)})" if about else "")]
     for number, evidence in enumerate(found.liveness.evidence):
-        lines.append(f"  {'evidence' if number == 0 else '':<10} {evidence.text}")
-    lines += [f"  {head:<10} {text}" for head, text in _facts(found)]
+        text = first_line(evidence.text, _MORE)
+        lines.append(f"  {'evidence' if number == 0 else '':<10} {text}")
+    lines += [f"  {head:<10} {first_line(text, _MORE)}" for head, text in _facts(found)]
+    lines += [] if verdict is None else [f"  {'healthy':<10} {verdict}"]
     return "".join(f"{plain(line)}\n" for line in lines)
 
 
@@ -117,6 +140,8 @@ def _facts(found: Status) -> list[tuple[str, str]]:
         )
     elif found.damaged:
         committed = "none that can be used"
+    elif found.vanished is not None:
+        committed = "nothing any more"
     facts = [("committed", committed), *_troubles(found)]
     if found.lost_steps is not None:
         verb = "lost now" if found.is_alive else "lost"
@@ -136,6 +161,8 @@ def _facts(found: Status) -> list[tuple[str, str]]:
 
 def _troubles(found: Status) -> list[tuple[str, str]]:
     troubles = [("DAMAGED", f"step {step}: {why}") for step, why in found.damaged.items()]
+    if found.vanished is not None:
+        troubles.append(("VANISHED", f"{found.vanished} {VANISHED_ADVICE}"))
     if found.failing is not None:
         failing = found.failing
         count = "the last save" if failing.count == 1 else f"the last {failing.count} saves"
@@ -157,9 +184,10 @@ def show(
 ) -> Answer:
     """Show one resume point, or a .bin."""
     path = Path(address)
-    if path.name.endswith(".bin") and storage.exists(path) and not storage.is_dir(path):
+    if is_bin(path):
         document = describe_bin(path)
         return Answer(document, lambda: tell_bin(document))
+    require_no_file(path)
     run, generation = find_generation(address)
     document = describe_generation(run, generation, with_tensors=tensors)
     return Answer(document, lambda: tell_generation(document))

@@ -19,6 +19,7 @@ from dist_ckpt.cli._branches import describe_branches, tell_branches
 from dist_ckpt.cli._text import plain, table
 from dist_ckpt.errors import NotFoundError, UsageError
 from dist_ckpt.history import LossEntry, replay_summary
+from dist_ckpt.runs import Run, label_runs
 from dist_ckpt.wording import counted
 
 if TYPE_CHECKING:
@@ -49,7 +50,12 @@ def loss(
 
     Of several: from where they part, which has the lower mean.
     """
-    curves = [_read(run, raw=raw, replays=replays) for run in runs]
+    found = [find_run(run) for run in runs]
+    labels = label_runs(found, with_paths=True)
+    curves = [
+        _read(run, label, raw=raw, replays=replays)
+        for run, label in zip(found, labels, strict=True)
+    ]
     document: dict[str, Any] = {"runs": curves}
     if png is not None:
         document["png"] = _draw(curves, Path(png))
@@ -63,10 +69,10 @@ def loss(
     return Answer(document, text)
 
 
-def _read(address: str, *, raw: bool, replays: bool) -> dict[str, Any]:
-    run = find_run(address)
+def _read(run: Run, label: str, *, raw: bool, replays: bool) -> dict[str, Any]:
     entries = run.loss_raw() if raw else run.loss()
-    curve = {"run": run.name, "path": str(run.path), "raw": raw, **_sum_up(entries)}
+    about = {"run": run.name, "label": label, "path": str(run.path), "raw": raw}
+    curve = {**about, **_sum_up(entries)}
     curve["entries"] = [list(entry) for entry in entries]
     if replays:
         curve["replays"] = [
@@ -100,7 +106,7 @@ def _tell(curves: Sequence[dict[str, Any]]) -> str:
     if lines := _plot(curves):
         parts.append("\n" + "".join(f"{line}\n" for line in lines))
     for curve in curves:
-        name = f"{plain(curve['run'])} " if len(curves) > 1 else ""
+        name = f"{plain(curve['label'])} " if len(curves) > 1 else ""
         if curve["entries"]:
             parts.append(f"\n  {name}last: {_tell_last(curve['entries'])}\n")
         if curve["not_finite"]:
@@ -126,7 +132,7 @@ def _plot(curves: Sequence[dict[str, Any]]) -> list[str]:
 def _panels(curves: Sequence[dict[str, Any]]) -> list[Panel]:
     from dist_ckpt.report import Panel  # noqa: PLC0415 - as above
 
-    return [Panel(plain(curve["run"]), curve["entries"]) for curve in curves]
+    return [Panel(plain(curve["label"]), curve["entries"]) for curve in curves]
 
 
 def _has_braille() -> bool:
@@ -141,7 +147,7 @@ def _row(curve: dict[str, Any]) -> tuple[object, ...]:
     lowest = curve["lowest"] or (None, None)
     steps = None if not curve["count"] else f"{curve['first_step']}-{curve['last_step']}"
     return (
-        curve["run"],
+        curve["label"],
         curve["count"],
         steps,
         _number(curve["last_loss"]),

@@ -50,13 +50,16 @@ def serve(
         allow_origins=allow_origin or (),
     )
     names = sorted(server.catalog.runs())
-    if as_json:
-        sys.stdout.write(dump({"url": server.url, "port": server.server_port, "runs": names}))
-    else:
-        what = ", ".join(names) if names else "no run yet"
-        sys.stdout.write(f"{server.url}  ({plain(what)}); Ctrl-C ends it\n")
-    sys.stdout.flush()
-    server.serve()
+
+    def tell() -> None:
+        if as_json:
+            sys.stdout.write(dump({"url": server.url, "port": server.server_port, "runs": names}))
+        else:
+            what = ", ".join(names) if names else "no run yet"
+            sys.stdout.write(f"{server.url}  ({plain(what)}); Ctrl-C ends it\n")
+        sys.stdout.flush()
+
+    server.serve(ready=tell)
     return 0
 
 

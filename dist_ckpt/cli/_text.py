@@ -11,7 +11,9 @@ import math
 import re
 from collections.abc import Collection, Iterable, Sequence
 
-__all__ = ["ago", "duration", "plain", "size", "spell_settings", "table"]
+from dist_ckpt.wording import counted
+
+__all__ = ["ago", "duration", "first_line", "plain", "size", "spell_settings", "table"]
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -33,6 +35,14 @@ def size(num_bytes: int | None) -> str:
             break
         value /= 1000
     return f"{num_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def first_line(text: str, where: str) -> str:
+    """Return the first line of a text, how many more there are, and where they can be read."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    if len(lines) < 2:
+        return text.strip()
+    return f"{lines[0].rstrip()} (and {counted(len(lines) - 1, 'more line')}: {where})"
 
 
 def spell_settings(settings: object) -> str:

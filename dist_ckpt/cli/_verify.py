@@ -17,7 +17,16 @@ from dist_ckpt.cli._progress import byte_bar
 from dist_ckpt.cli._text import plain, size
 from dist_ckpt.errors import NotFoundError, SettingError, SignatureError
 from dist_ckpt.provenance import TrustedKeys, parse_public_key
-from dist_ckpt.runs import Depth, Finding, check_bin, check_run, find_origin, planned_bytes
+from dist_ckpt.runs import (
+    Depth,
+    Finding,
+    check_bin,
+    check_run,
+    find_origin,
+    is_bin,
+    planned_bytes,
+    require_no_file,
+)
 from dist_ckpt.wording import counted
 
 __all__ = ["COMMANDS"]
@@ -100,7 +109,7 @@ def _check(
     address: str, depth: Depth, trusted: TrustedKeys | None, *, as_json: bool
 ) -> list[Finding]:
     path = Path(address)
-    if path.name.endswith(".bin") and storage.exists(path) and not storage.is_dir(path):
+    if is_bin(path):
         with byte_bar("verifying", storage.lstat(path).st_size, quiet=as_json) as progress:
             origin = find_origin(path, trusted)
             if trusted is not None and origin is None:
@@ -113,6 +122,7 @@ def _check(
             return [check_bin(path, depth, origin=origin, progress=progress)]
     if path.name.endswith(".bin") and not storage.exists(path):
         raise NotFoundError(f"There is no {path}.", next_step="Check the path.", path=address)
+    require_no_file(path)
     found = find(address)
     store = found.run.store
     store.trusted = trusted

@@ -14,6 +14,7 @@ from typing import Any
 from dist_ckpt.errors import IdentityError
 from dist_ckpt.identity._compare import Difference, compare
 from dist_ckpt.identity._config import as_patterns, matches
+from dist_ckpt.identity._words import unknown_words
 from dist_ckpt.wording import counted
 
 __all__ = ["ACCEPT_VARIABLE", "carry_on", "check"]
@@ -44,7 +45,7 @@ def check(
     Raises:
         IdentityError: Differences that no word accepts. Prints at most 20, and the words; carries
             all of them as ``differences`` (plain JSON), the words as ``words``, and the variable's
-            whole value as ``accept``.
+            whole value as ``accept``: without given words that can't name anything.
     """
     from_environment = os.environ.get(ACCEPT_VARIABLE, "").split(",")
     given = [word.strip() for word in [*as_patterns(accept), *from_environment] if word.strip()]
@@ -55,7 +56,8 @@ def check(
         if (strict or not difference.warning) and not _accepted(difference, given)
     ]
     if refused:
-        raise _error(refused, given)
+        slips = unknown_words(given, [saved, current])
+        raise _error(refused, [word for word in given if word not in slips or _may_mean(word)])
     return differences
 
 
@@ -73,6 +75,11 @@ def carry_on(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, 
             sizes = {key: now[key] for key in ("batch_size",) if key in now}
             carried["data"] = copy.deepcopy(dict(was)) | sizes
     return carried
+
+
+def _may_mean(word: str) -> bool:
+    """Return whether a word that isn't known here may be about a part identities don't tell of."""
+    return word.partition(".")[0] in ("extra", "policy", "scaler", "scheduler")
 
 
 def _accepted(difference: Difference, words: Collection[str]) -> bool:

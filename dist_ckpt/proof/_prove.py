@@ -150,7 +150,14 @@ def run_proof(
         tell=tell,
     )
     with terminable():
-        return _run(plan, runner, output)
+        try:
+            return _run(plan, runner, output)
+        except IncompleteError as error:
+            raise IncompleteError(
+                error.message,
+                next_step=f"What was tried is left in {output}. {error.next_step}".strip(),
+                **error.values,
+            ) from error
 
 
 def _run(plan: Plan, runner: Runner, output: Path) -> Proof:

@@ -132,7 +132,8 @@ def confirm(document: dict[str, Any]) -> str:
     cuts = ", ".join(str(cut["step"]) for cut in document["cuts"])
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(document["time"]))
     versions = document["identity"].get("versions") or {}
-    about = ", ".join(f"{name} {version}" for name, version in versions.items())
+    others = {name: version for name, version in versions.items() if name != "dist_ckpt"}
+    about = ", ".join(f"{name} {version}" for name, version in others.items())
     lines = [
         f"# Proof of resume: {result}",
         "",

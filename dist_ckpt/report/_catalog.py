@@ -18,7 +18,7 @@ from dist_ckpt.errors import DistCkptError, ForeignFileError, NotFoundError
 from dist_ckpt.history import LossEntry, history_path
 from dist_ckpt.report._gather import now_of, story_of, void_losses
 from dist_ckpt.report._page import json_text
-from dist_ckpt.runs import Run, open_run, read_status
+from dist_ckpt.runs import Run, label_runs, open_run, read_status
 
 __all__ = ["Catalog", "Watched"]
 
@@ -122,22 +122,18 @@ class Catalog:
             _check(place)
 
     def runs(self) -> dict[str, Watched]:
-        """Return name → run; where two have one name, the later gets a number."""
+        """Return label → run: its name, or its directory's where several have that name."""
         with self._lock:
+            places = [child for place in self._places for child in _directories(place)]
+            opened = [(directory, run) for directory in places if (run := _open(directory))]
             found: dict[str, Watched] = {}
-            for place in self._places:
-                for directory in _directories(place):
-                    run = _open(directory)
-                    if run is None:
-                        continue
-                    name, number = run.name, 1
-                    while name in found:
-                        number += 1
-                        name = f"{run.name}~{number}"
-                    known = self._watched.get(directory)
-                    if known is None or known.name != name:
-                        known = self._watched[directory] = Watched(name, run)
-                    found[name] = known
+            for (directory, run), name in zip(
+                opened, label_runs([run for _, run in opened]), strict=True
+            ):
+                known = self._watched.get(directory)
+                if known is None or known.name != name:
+                    known = self._watched[directory] = Watched(name, run)
+                found[name] = known
             return found
 
     def get(self, name: str) -> Watched:

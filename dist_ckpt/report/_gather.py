@@ -16,7 +16,7 @@ from dist_ckpt import __version__, storage
 from dist_ckpt.errors import DistCkptError, NotFoundError
 from dist_ckpt.history import LossEntry, read_samples
 from dist_ckpt.report._story import attempts_of, last_until, marks_of, replays_of
-from dist_ckpt.runs import Run, Status, list_rows, read_status
+from dist_ckpt.runs import VANISHED_ADVICE, Run, Status, list_rows, read_status
 from dist_ckpt.wording import counted
 
 __all__ = ["SCHEMA", "Gathered", "gather", "now_of", "story_of", "void_losses"]
@@ -88,6 +88,8 @@ def _troubles(status: Status) -> list[str]:
     if len(damaged) > _MAX_DAMAGED:
         older = counted(len(damaged) - _MAX_DAMAGED, "older generation")
         troubles.append(f"{older} can't be used, either.")
+    if status.vanished is not None:
+        troubles.append(f"{status.vanished} {VANISHED_ADVICE}")
     if status.failing is not None:
         count = status.failing.count
         which = "The last save" if count == 1 else f"The last {count} saves"

@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -91,10 +91,15 @@ class Server(ThreadingHTTPServer):
         text = host.decode() if isinstance(host, bytes | bytearray) else host
         return f"http://[{text}]:{port}/" if ":" in text else f"http://{text}:{port}/"
 
-    def serve(self) -> None:
-        """Answer until SIGTERM; then, or on an error, nothing listens any more. Main thread."""
+    def serve(self, ready: Callable[[], None] = lambda: None) -> None:
+        """Answer until SIGTERM; then, or on an error, nothing listens any more. Main thread.
+
+        Args:
+            ready: Called once SIGTERM is waited for: whoever hears of the server may end it.
+        """
         with _ending_on_sigterm(self):
             try:
+                ready()
                 self.serve_forever(poll_interval=_POLL_SECS)
             finally:
                 self.server_close()

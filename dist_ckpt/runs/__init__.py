@@ -17,17 +17,28 @@ if TYPE_CHECKING:
     from dist_ckpt.runs._check_bin import check_bin, find_origin
     from dist_ckpt.runs._findings import Depth, Fault, Finding
     from dist_ckpt.runs._generation import Generation
+    from dist_ckpt.runs._health import Status
+    from dist_ckpt.runs._labels import label_runs
     from dist_ckpt.runs._listing import Row, list_rows
     from dist_ckpt.runs._liveness import Evidence, Liveness, State, look_alive
     from dist_ckpt.runs._pivot import Pivoted, pivot_run
     from dist_ckpt.runs._pivot_plan import PivotPlan, plan_pivot
-    from dist_ckpt.runs._places import holds_format, is_generation, refuse_export
+    from dist_ckpt.runs._places import (
+        holds_format,
+        is_bin,
+        is_generation,
+        refuse_export,
+        require_no_file,
+        runs_below,
+    )
     from dist_ckpt.runs._run import Run, open_run, settings_of
-    from dist_ckpt.runs._status import Status, read_status
+    from dist_ckpt.runs._status import read_status
+    from dist_ckpt.runs._vanished import VANISHED_ADVICE
     from dist_ckpt.runs._write import FORMATS, Written, write_export
 
 __all__ = [
     "FORMATS",
+    "VANISHED_ADVICE",
     "Answered",
     "Depth",
     "Evidence",
@@ -49,7 +60,9 @@ __all__ = [
     "check_run",
     "find_origin",
     "holds_format",
+    "is_bin",
     "is_generation",
+    "label_runs",
     "list_rows",
     "look_alive",
     "open_run",
@@ -58,6 +71,8 @@ __all__ = [
     "planned_bytes",
     "read_status",
     "refuse_export",
+    "require_no_file",
+    "runs_below",
     "settings_of",
     "write_export",
 ]
@@ -76,7 +91,8 @@ _HOMES = {
     "Row": "_listing",
     "Run": "_run",
     "State": "_liveness",
-    "Status": "_status",
+    "Status": "_health",
+    "VANISHED_ADVICE": "_vanished",
     "Written": "_write",
     "ask_save": "_ask",
     "ask_stop": "_ask",
@@ -85,7 +101,9 @@ _HOMES = {
     "check_run": "_check",
     "find_origin": "_check_bin",
     "holds_format": "_places",
+    "is_bin": "_places",
     "is_generation": "_places",
+    "label_runs": "_labels",
     "list_rows": "_listing",
     "look_alive": "_liveness",
     "open_run": "_run",
@@ -94,6 +112,8 @@ _HOMES = {
     "planned_bytes": "_check",
     "read_status": "_status",
     "refuse_export": "_places",
+    "require_no_file": "_places",
+    "runs_below": "_places",
     "settings_of": "_run",
     "write_export": "_write",
 }

@@ -12,6 +12,7 @@ from dist_ckpt.errors import (
     DigestMismatchError,
     DistCkptError,
     ForeignFileError,
+    NotFoundError,
     SignatureError,
 )
 from dist_ckpt.generations import StoredGenerations
@@ -31,6 +32,8 @@ def check_run(
     run: Run, depth: Depth, *, progress: _Progress | None = None, only: int | None = None
 ) -> list[Finding]:
     """Return a finding for each generation and .bin of a run, ascending by step.
+
+    Another one, of the kind ``"run"``, where all generations that the journal tells of are gone.
 
     Args:
         run: The run.
@@ -57,7 +60,18 @@ def check_run(
                 path,
             )
         findings += found
+        findings += _vanished(run)
     return findings
+
+
+def _vanished(run: Run) -> list[Finding]:
+    """Return a finding where the generations that the journal tells of are gone, all of them."""
+    told = run.vanished()
+    if told is None:
+        return []
+    finding = Finding("run", str(run.store.directory), None)
+    finding.add(NotFoundError(told, path=str(run.store.directory)), run.store.directory)
+    return [finding]
 
 
 def _origin(store: StoredGenerations, step: int) -> Origin | None:

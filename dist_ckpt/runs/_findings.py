@@ -90,7 +90,7 @@ class Finding:
     """What the check of one generation, or one .bin, found.
 
     Attributes:
-        kind: ``"generation"`` or ``"bin"``.
+        kind: ``"generation"``, ``"bin"``, or ``"run"``: generations that should be there.
         path: Its directory or file.
         step: None where a .bin's header can't be read.
         num_bytes: Bytes that were read and compared.

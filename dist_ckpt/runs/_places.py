@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dist_ckpt import storage
+from dist_ckpt.canonical import HEADER_BYTES, parse_header
 from dist_ckpt.errors import DistCkptError, ForeignFileError, NotFoundError
 from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.history import history_path, run_name
@@ -18,12 +19,15 @@ __all__ = [
     "LOCK_FILE",
     "RUN_FILE",
     "holds_format",
+    "is_bin",
     "is_generation",
     "is_run",
     "journal_path",
     "read_run_file",
     "refuse_export",
     "require_directory",
+    "require_no_file",
+    "runs_below",
 ]
 
 RUN_FILE: Final = "run.json"
@@ -61,6 +65,15 @@ def is_run(path: Path) -> bool:
     return any(is_generation(store.path(step)) for step in store.steps())
 
 
+def runs_below(directory: Path) -> list[Path]:
+    """Return the runs right below a directory, in the order of their names."""
+    try:
+        children = [directory / name for name in sorted(storage.list_names(directory))]
+        return [child for child in children if storage.is_dir(child) and is_run(child)]
+    except DistCkptError:
+        return []
+
+
 def require_directory(path: Path) -> None:
     """Return if ``path`` leads to a directory.
 
@@ -83,6 +96,35 @@ def require_directory(path: Path) -> None:
     )
 
 
+def is_bin(path: Path) -> bool:
+    """Return whether a path leads to a .bin: by its name, else by its header and size."""
+    if not storage.exists(path) or storage.is_dir(path):
+        return False
+    if path.name.endswith(".bin"):
+        return True
+    try:
+        size = storage.file_size(path)
+        parse_header(_read_range(path, 0, HEADER_BYTES), file_size=size, path=path)
+    except (DistCkptError, OSError):
+        return False
+    return True
+
+
+def require_no_file(path: Path) -> None:
+    """Return unless ``path`` leads to a file, where a .bin was possible too.
+
+    Raises:
+        ForeignFileError: It does; the message says what would be taken.
+    """
+    if storage.exists(path) and not storage.is_dir(path):
+        raise ForeignFileError(
+            f"{path} is {_kind_of_file(path)}, neither a run directory nor a .bin.",
+            next_step="Name a run directory, a generation, or a .bin: its size is 8 + 12 times the "
+            "parameters that its header says.",
+            path=str(path),
+        )
+
+
 def refuse_export(path: Path) -> None:
     """Return unless ``path`` leads to a safetensors file.
 
@@ -100,9 +142,7 @@ def refuse_export(path: Path) -> None:
 def _kind_of_file(path: Path) -> str:
     if path.name.endswith(".safetensors"):
         return _kind_of_safetensors(path)
-    if path.name.endswith(".bin"):
-        return "a single file of weights and moments"
-    return "a file"
+    return "a single file of weights and moments" if is_bin(path) else "a file"
 
 
 def _kind_of_safetensors(path: Path) -> str:

@@ -19,6 +19,7 @@ from dist_ckpt.history import (
 from dist_ckpt.lifecycle import Pivot, pivots_of
 from dist_ckpt.runs._generation import Generation
 from dist_ckpt.runs._places import holds_format, is_run, read_run_file, require_directory
+from dist_ckpt.runs._vanished import VANISHED_ADVICE, tell_vanished
 
 __all__ = ["Run", "open_run", "settings_of"]
 
@@ -61,9 +62,10 @@ class Run:
         """
         steps = self.store.steps()
         if step not in steps:
+            vanished = self.vanished()
             raise NotFoundError(
-                f"{self.path} has no generation of step {step}.",
-                next_step=f"It has {_spell(steps)}.",
+                vanished or f"{self.path} has no generation of step {step}.",
+                next_step=VANISHED_ADVICE if vanished else f"It has {_spell(steps)}.",
                 path=str(self.path),
                 step=step,
             )
@@ -102,6 +104,18 @@ class Run:
             return pivots_of(self.journal())
         except DistCkptError:
             return []
+
+    def vanished(self) -> str | None:
+        """Return a sentence about generations that the journal tells of where none is there now.
+
+        None where there is one, nothing was saved yet, or the journal can't be read.
+        """
+        if self.is_single or self.store.steps():
+            return None
+        try:
+            return tell_vanished(self.store, self.journal())
+        except DistCkptError:
+            return None
 
     def proven(self) -> dict[int, str]:
         """Return step → by what a real resume has proven its generation, for those that were.

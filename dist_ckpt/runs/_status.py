@@ -4,142 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from dist_ckpt import storage
 from dist_ckpt.canonical import bin_size
-from dist_ckpt.errors import DistCkptError
+from dist_ckpt.errors import CorruptFileError, DistCkptError
 from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.history import LossGap, history_path, read_gap, run_name
-from dist_ckpt.resume_point import ResumePoint
-from dist_ckpt.runs._liveness import Evidence, Liveness, State, look_alive
+from dist_ckpt.resume_point import INDEX_NAME, ResumePoint
+from dist_ckpt.runs._health import Failing, Status
+from dist_ckpt.runs._liveness import Evidence, Liveness, look_alive
 from dist_ckpt.runs._run import Run
+from dist_ckpt.runs._vanished import tell_vanished
 
-__all__ = ["Failing", "Status", "read_status"]
+__all__ = ["read_status"]
 
 #: So many of an attempt's last checkpoints tell its speed.
 _NUM_MARKS = 10
 _MARKS = ("saved", "resumed", "fresh_start", "already_saved")
 
 _Mark = tuple[float, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Failing:
-    """Saves that failed, and none since was committed.
-
-    Attributes:
-        count: How many.
-        since: When the first did, in seconds since the epoch.
-        error: Why the last did.
-    """
-
-    count: int
-    since: float | None
-    error: str
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """A run's health at one moment.
-
-    Attributes:
-        name: The run's name.
-        path: Its directory.
-        liveness: Alive or not, by what evidence.
-        attempt: Number of the newest attempt.
-        last_step: The last step that the loss file or the journal tells of.
-        last_step_age_secs: How long ago it was logged.
-        secs_per_step: The usual, over the last checkpoints of the newest attempt that tells.
-        committed_step: The newest generation.
-        committed_age_secs: How long ago it was committed.
-        verified_step: The newest generation that was read back whole.
-        lost_steps: Finished steps that a crash now would cost (a dead run: has cost).
-        generation_bytes: What one more generation takes, its .bin included.
-        free_bytes: What this user may still write there.
-        failing: Saves that failed since the last one that was committed, None where none did.
-        damaged: Step → why that generation can't be used, as far as sizes and manifests tell.
-        set_aside: What a start found unusable and moved to archive/.
-        lost_losses: What the loss file lacks of what was logged, None where nothing is missing.
-    """
-
-    name: str
-    path: str
-    liveness: Liveness
-    attempt: int | None
-    last_step: int | None
-    last_step_age_secs: float | None
-    secs_per_step: float | None
-    committed_step: int | None
-    committed_age_secs: float | None
-    verified_step: int | None
-    lost_steps: int | None
-    generation_bytes: int | None
-    free_bytes: int | None
-    failing: Failing | None = None
-    damaged: Mapping[int, str] = field(default_factory=dict)
-    set_aside: tuple[str, ...] = ()
-    lost_losses: LossGap | None = None
-
-    @property
-    def lost_secs(self) -> float | None:
-        """The time that computing ``lost_steps`` took."""
-        if self.lost_steps is None or self.secs_per_step is None:
-            return None
-        return self.lost_steps * self.secs_per_step
-
-    @property
-    def fitting(self) -> int | None:
-        """How many more generations fit on the disk."""
-        if not self.generation_bytes or self.free_bytes is None:
-            return None
-        return self.free_bytes // self.generation_bytes
-
-    @property
-    def is_alive(self) -> bool:
-        """Not known to be over; a run on another host may be alive."""
-        return self.liveness.state in (State.RUNNING, State.SUSPENDED, State.UNKNOWN)
-
-    def is_healthy(self, max_age_secs: float) -> bool:
-        """Return whether it is alive, saves, and its last step isn't older than that."""
-        age = self.last_step_age_secs
-        return self.is_alive and self.failing is None and age is not None and age <= max_age_secs
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain JSON values."""
-        facts = self.liveness.facts
-        return {
-            "run": self.name,
-            "path": self.path,
-            "state": self.liveness.state.value,
-            "alive": None if self.liveness.state is State.UNKNOWN else self.is_alive,
-            "evidence": [
-                {"what": found.what, "alive": found.alive, "text": found.text}
-                for found in self.liveness.evidence
-            ],
-            "attempt": self.attempt,
-            "pid": facts.get("pid"),
-            "host": facts.get("host"),
-            "world_size": facts.get("world_size"),
-            "last_step": self.last_step,
-            "last_step_age_secs": self.last_step_age_secs,
-            "secs_per_step": self.secs_per_step,
-            "committed_step": self.committed_step,
-            "committed_age_secs": self.committed_age_secs,
-            "verified_step": self.verified_step,
-            "lost_steps": self.lost_steps,
-            "lost_secs": self.lost_secs,
-            "generation_bytes": self.generation_bytes,
-            "free_bytes": self.free_bytes,
-            "generations_that_fit": self.fitting,
-            "saves_failing": None if self.failing is None else asdict(self.failing),
-            "damaged": {str(step): why for step, why in self.damaged.items()},
-            "set_aside": list(self.set_aside),
-            "losses_missing": None if self.lost_losses is None else asdict(self.lost_losses),
-        }
 
 
 def read_status(run: Run) -> Status:
@@ -156,8 +42,8 @@ def read_status(run: Run) -> Status:
     journal = run.journal()
     liveness = look_alive(store.run_dir, journal)
     marks = _newest_marks(journal)
-    logged = _last_logged(run, marks)
     committed, damaged = _newest(store)
+    logged = _last_logged(run, marks, committed)
     if logged is not None and marks and logged[0] > marks[-1][0] and logged[1] > marks[-1][1]:
         marks = [*marks, logged]
     speed = _secs_per_step(marks)
@@ -183,6 +69,7 @@ def read_status(run: Run) -> Status:
         damaged=damaged,
         set_aside=_set_aside(store),
         lost_losses=None if committed is None else _gap(store, committed, journal),
+        vanished=None if run.is_single else tell_vanished(store, journal),
     )
 
 
@@ -214,9 +101,15 @@ def _secs_per_step(marks: Sequence[_Mark]) -> float | None:
     return rates[len(rates) // 2] if rates else None
 
 
-def _last_logged(run: Run, marks: Sequence[_Mark]) -> _Mark | None:
-    """Return when the last step was logged and which; from the checkpoints where no losses are."""
+def _last_logged(run: Run, marks: Sequence[_Mark], committed: ResumePoint | None) -> _Mark | None:
+    """Return when the last step was logged and which; from the checkpoints where no losses are.
+
+    A loss file may have been changed later by others: `rewind`, `undelete`, a copy. Where it ends
+    with the newest generation, that tells the time: the training itself has written it there.
+    """
     entries = run.loss()
+    if entries and committed is not None and entries[-1][0] == committed.step:
+        return committed.time, committed.step
     if entries:
         name = run_name(run.store.run_dir)
         status = storage.lstat(history_path(run.store.run_dir, name, "loss"))
@@ -236,12 +129,20 @@ def _newest(store: StoredGenerations) -> tuple[ResumePoint | None, dict[int, str
         try:
             point = store.manifest(step)
             store.check_files(point)
+            _check_index(store, point)
         except DistCkptError as error:
             if store.has(step):  # else it was retired meanwhile
                 damaged[step] = error.message
             continue
         return point, damaged
     return None, damaged
+
+
+def _check_index(store: StoredGenerations, point: ResumePoint) -> None:
+    path, expected = store.path(point.step) / INDEX_NAME, int(point.index["size_bytes"])
+    found = storage.file_size(path)
+    if found != expected:
+        raise CorruptFileError(f"{path} has {found:,} bytes where {expected:,} were written.")
 
 
 def _failing(journal: Sequence[Mapping[str, Any]]) -> Failing | None:

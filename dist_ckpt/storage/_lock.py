@@ -182,7 +182,7 @@ def _locked(path: str, holder: dict[str, Any] | None) -> LockedError:
     return LockedError(
         f"{os.path.dirname(path) or '.'} is in use by another process "
         f"({_who(holder or {}) or 'unnamed'}).",
-        next_step="Stop that one, or choose another run directory.",
+        next_step="Stop that one, or wait for its end; another training needs another directory.",
         path=path,
         holder=holder,
     )

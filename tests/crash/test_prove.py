@@ -61,6 +61,8 @@ def test_the_report_is_three_files_of_which_one_is_a_page(tmp_path: Path) -> Non
     assert summary.startswith("all_checks_passed: true\n")
     assert "bit for bit" in summary
     page = (tmp_path / "proof" / "CONFIRMATION.md").read_text()
+    (versions,) = [line for line in page.splitlines() if line.startswith("- **Versions**")]
+    assert versions.count("dist_ckpt ") == 1
     assert page.startswith("# Proof of resume: PASSED\n")
     assert len(page.splitlines()) < 40
     for word in ("**Command run**", "**Step found**: resumed at 4", "**Check**", "**Result**"):
@@ -155,6 +157,7 @@ def test_a_scenario_that_cant_be_completed_is_told_with_its_last_lines(
     assert last in "\n".join(caught.value.last_lines)
     assert not (tmp_path / "proof" / "verification.json").exists()
     assert (tmp_path / "proof" / "logs" / "continuous.log").exists()
+    assert f"What was tried is left in {tmp_path / 'proof'}." in caught.value.next_step
 
 
 def test_a_directory_that_exists_is_never_written_into(tmp_path: Path) -> None:

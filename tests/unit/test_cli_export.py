@@ -177,6 +177,7 @@ def test_a_faulty_generation_is_not_exported(tmp_path: Path) -> None:
         (["-o", "x", "--format", "pickle"], "pickle"),
         (["-o", "x", "--format", "bin,"], "''"),
         (["-o", "none/x.bin"], "isn't a directory"),
+        (["-o", "none/"], "names a directory, and there is none"),
         (["-o", "small/checkpoints/x.bin"], "outside of checkpoints/"),
         (["-o", "small/checkpoints/step_000008/x.bin"], "outside of checkpoints/"),
     ],

@@ -323,6 +323,7 @@ def test_commands_that_move_things_are_refused_beside_a_live_run(tmp_path: Path)
             assert called.status == 2
             assert called.json["error"]["id"] == "locked"
             assert called.json["error"]["holder"]["pid"] == os.getpid()
+            assert "Stop that one, or wait for its end" in called.json["error"]["next_step"]
         assert call("prune", run_dir, "-n").status == 0
         assert call("pin", f"{run_dir}@4").status == 0
         # A command that holds the lock is no training: nobody may send it a signal.
@@ -383,6 +384,16 @@ def test_a_pin_means_one_generation_and_survives_its_way_through_the_archive(
     assert call("unpin", f"{run_dir}@8", "--json").json["was_pinned"]
     assert GenerationStore(run_dir).pins() == {}
     assert call("unpin", f"{run_dir}@8", "--json").json["was_pinned"] is False
+
+
+def test_a_pin_without_a_reason_keeps_the_one_that_was_given(tmp_path: Path) -> None:
+    address = f"{ended_run(tmp_path)}@8"
+    call("pin", address, "--reason", "before the pivot")
+    assert call("pin", address, "--json").json["reason"] == "before the pivot"
+    assert call("pin", address).out == "small: step 8 is pinned: before the pivot\n"
+    for reason in ("after all", ""):
+        call("pin", address, "--reason", reason)
+        assert GenerationStore(tmp_path / "small").pins() == {8: reason}
 
 
 def test_prune_says_of_each_why_it_stays_or_goes_with_the_settings_of_the_run(

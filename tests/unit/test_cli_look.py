@@ -6,14 +6,16 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dist_ckpt.runs import open_run
+from dist_ckpt.runs import _listing, list_rows, open_run
 from dist_ckpt.storage import RunLock
 from helpers.generating import change_byte
 from helpers.run_dirs import (
@@ -63,13 +65,27 @@ def test_ls_as_json_has_all_facts(tmp_path: Path) -> None:
     row = document["generations"][0]
     assert row.keys() == {
         "step", "time", "age_secs", "reasons", "world_size", "bytes", "verified_at", "pinned",
-        "proven", "fault",
+        "proven", "fault", "sizes_compared",
     }  # fmt: skip
     assert row["step"] == 4
     assert row["reasons"] == ["cadence"]
     assert row["bytes"] == open_run(run_dir).generation(4).manifest.num_bytes
     assert row["verified_at"] >= row["time"]
     assert (row["pinned"], row["proven"], row["fault"]) == (None, None, None)
+
+
+def test_the_parent_of_runs_names_them(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for number in range(7):
+        (runs / f"r{number}").mkdir(parents=True)
+        (runs / f"r{number}" / "run.json").write_text("{}")
+    (runs / "other").mkdir()
+    for command in ("ls", "status", "verify", "show"):
+        called = call(command, runs)
+        assert called.status == 2
+        named = ", ".join(str(runs / f"r{number}") for number in range(5))
+        assert f"Below it lie {named} and 2 more: name one of them." in called.err
+    assert "Below it" not in call("ls", runs / "other").err
 
 
 def test_ls_of_a_run_that_has_saved_nothing_says_so(tmp_path: Path) -> None:
@@ -89,6 +105,78 @@ def test_ls_shows_a_broken_manifest_and_ends_with_1(tmp_path: Path) -> None:
     assert "UNREADABLE" in called.out.splitlines()[2]
     rows = call("ls", run_dir, "--json").json["generations"]
     assert [row["fault"] is not None for row in rows] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "told"),
+    [
+        ("rank_00000.shard", lambda path: os.truncate(path, 50), "has 50 bytes where 1,940 were"),
+        ("rank_00000.state", lambda path: path.unlink(), "is missing"),
+        (".snapshot_metadata", lambda path: path.unlink(), "is missing"),
+        (".snapshot_metadata", lambda path: os.truncate(path, 9), "has 9 bytes where"),
+        ("rank_00000.shard", lambda path: (path.unlink(), path.mkdir()), "isn't a file"),
+    ],
+)
+@pytest.mark.parametrize("verified", [True, False])
+def test_ls_shows_files_of_another_size_and_ends_with_1(
+    tmp_path: Path, name: str, fault: Callable[[Path], object], told: str, verified: bool
+) -> None:
+    run_dir = ended_run(tmp_path)
+    path = run_dir / "checkpoints/step_000012" / name
+    os.chmod(path, 0o600)
+    fault(path)
+    if not verified:
+        (path.parent / "verified.json").unlink()
+    called = call("ls", run_dir)
+    assert called.status == 1
+    assert "DAMAGED" in called.out.splitlines()[3]
+    assert str(path) in called.out.splitlines()[-1]
+    assert told in called.out.splitlines()[-1]
+    rows = call("ls", run_dir, "--json").json["generations"]
+    assert [row["fault"] is not None for row in rows] == [False, False, True]
+    assert (rows[2]["step"], rows[2]["reasons"]) == (12, ["cadence", "last"])
+    assert all(row["sizes_compared"] for row in rows)
+    status = call("status", run_dir)
+    assert "DAMAGED" in status.out
+    assert "committed  step 8" in status.out
+
+
+def test_ls_compares_the_sizes_of_the_newest_where_there_are_too_many_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_listing, "_MAX_SIZES", 6)
+    run_dir = ended_run(tmp_path)
+    (run_dir / "checkpoints/step_000004/rank_00000.state").unlink()
+    rows = list_rows(open_run(run_dir).store)
+    assert [row.sizes_compared for row in rows] == [False, True, True]
+    assert [row.fault for row in rows] == [None, None, None]
+
+
+def test_a_run_whose_generations_vanished_is_told_of_by_all(tmp_path: Path) -> None:
+    run_dir = ended_run(tmp_path)
+    shutil.rmtree(run_dir / "checkpoints")
+    told = f"{run_dir} has no generation, though the journal tells of step 12."
+    listed = call("ls", run_dir)
+    assert (listed.status, listed.out.splitlines()[0]) == (1, told)
+    assert "Is the disk mounted?" in listed.out
+    assert call("ls", run_dir, "--json").json["vanished"] == told
+    status = call("status", run_dir)
+    assert status.status == 0
+    assert f"VANISHED   {told}" in status.out
+    assert "committed  nothing any more" in status.out
+    assert call("status", run_dir, "--json").json["vanished"] == told
+    for address in (run_dir, f"{run_dir}@8", f"{run_dir}@latest"):
+        shown = call("show", address)
+        assert (shown.status, shown.err.splitlines()[0]) == (2, f"dist-ckpt: {told}")
+
+
+def test_a_run_that_began_anew_on_purpose_has_lost_nothing(tmp_path: Path) -> None:
+    run_dir = ended_run(tmp_path)
+    shutil.rmtree(run_dir / "checkpoints")
+    with (run_dir / "small.journal.jsonl").open("a", encoding="utf-8") as journal:
+        journal.write('{"time": 1.0, "attempt": 2, "event": "fresh_start", "step": 0}\n')
+    assert call("ls", run_dir).status == 0
+    assert call("status", run_dir, "--json").json["vanished"] is None
 
 
 def test_text_from_a_file_cannot_drive_the_terminal(tmp_path: Path) -> None:
@@ -277,6 +365,41 @@ def test_a_run_that_failed_names_its_error(tmp_path: Path) -> None:
     assert called.status == 0
     assert called.out.startswith("live: failed")
     assert "gives up" in called.out
+
+
+def test_a_command_that_changes_the_loss_file_makes_no_step_newer(tmp_path: Path) -> None:
+    run_dir = ended_run(tmp_path)
+    loss = run_dir / "small.loss.json"
+    for step, words in ((4, ["rewind", f"{run_dir}@4"]), (12, ["undelete", run_dir, "12"])):
+        before = loss.stat().st_mtime_ns
+        assert call(*words).status == 0
+        assert loss.stat().st_mtime_ns != before
+        generation = open_run(run_dir).generation(step)
+        document = call("status", run_dir, "--json").json
+        assert (document["last_step"], document["committed_step"]) == (step, step)
+        assert document["last_step_age_secs"] == document["committed_age_secs"]
+        assert document["last_step_age_secs"] == pytest.approx(
+            time.time() - generation.manifest.time, abs=60
+        )
+
+
+def test_a_probe_says_why_its_status_is_1(tmp_path: Path) -> None:
+    run_dir = killed_run(tmp_path)
+    os.utime(run_dir / "small.loss.json", (1.0, 1.0))
+    called = call("status", run_dir, "--max-age", "60")
+    assert called.status == 1
+    told = called.out.splitlines()[-1]
+    assert told.startswith("  healthy    no, so status 1: it isn't alive (dead); step 14 is ")
+    assert told.endswith(" s old, more than 60 s")
+    assert "healthy" not in call("status", run_dir).out
+    assert len(call("status", run_dir, "--max-age", "60", "--json").json["ailments"]) == 2
+    lock = RunLock(run_dir / "run.lock")
+    lock.acquire({"pid": 1, "host": "container"})
+    try:
+        called = call("status", run_dir, "--max-age", "1e12")
+    finally:
+        lock.release()
+    assert (called.status, called.out.splitlines()[-1].split()) == (0, ["healthy", "yes"])
 
 
 @pytest.mark.parametrize("age", ["-1", "nan"])

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import pty
+import shutil
 import sys
 from pathlib import Path
 
@@ -46,6 +47,20 @@ def test_a_terminal_shows_curves_over_each_other_in_colours(tmp_path: Path) -> N
         assert done.returncode == 0
         assert shown.count("└".encode()) == frames
         assert (b"\x1b[36mone\x1b[0m" in shown) == (frames == 1)
+
+
+def test_copies_are_told_apart_by_their_directories_and_paths(tmp_path: Path) -> None:
+    first = ended_run(tmp_path, "b")
+    second, third = tmp_path / "b2", tmp_path / "away" / "b2"
+    for copy in (second, third):
+        shutil.copytree(first, copy)
+    called = call("loss", first, second)
+    assert [line.split()[0] for line in called.out.splitlines()[1:3]] == ["b", "b2"]
+    document = call("loss", second, first, third, second, "--json").json
+    labels = [str(second), "b", str(third), f"{second}~2"]
+    assert [run["label"] for run in document["runs"]] == labels
+    assert [run["run"] for run in document["runs"]] == ["b"] * 4
+    assert document["branches"]["runs"] == labels
 
 
 def test_as_json_the_entries_are_those_of_the_canonical_history(tmp_path: Path) -> None:

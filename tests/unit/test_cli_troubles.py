@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -48,6 +49,24 @@ def test_a_newest_generation_that_is_damaged_is_named_and_not_counted_on(tmp_pat
     assert document["committed_step"] is None
     assert list(document["damaged"]) == ["12", "8", "4"]
     assert "none that can be used" in call("status", run).out
+
+
+def test_of_an_error_of_many_lines_the_first_is_shown_and_the_rest_counted(tmp_path: Path) -> None:
+    run = ended_run(tmp_path)
+    error = "This isn't the run that was saved (2 differences):\n  config.a: 1\n  config.b: 2\n"
+    with History(run, "small", 2) as history:
+        history.journal.append("save_failed", step=13, error=error)
+        history.journal.append("attempt_failed", error=error)
+    facts = run / "run.json"
+    facts.write_text(json.dumps({**json.loads(facts.read_text()), "attempt": 2}))
+    text = call("status", run).out
+    first = "This isn't the run that was saved (2 differences):"
+    rest = "(and 2 more lines: `--json` and the journal have all)"
+    told = [line for line in text.splitlines() if first in line]
+    assert len(told) == 2
+    assert all(line.endswith(f"{first} {rest}") for line in told)
+    assert "\\n" not in text
+    assert call("status", run, "--json").json["saves_failing"]["error"] == error
 
 
 def test_what_was_set_aside_is_told(tmp_path: Path) -> None:

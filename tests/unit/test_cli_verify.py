@@ -186,6 +186,23 @@ def test_nothing_to_check_is_status_2(tmp_path: Path) -> None:
         assert "error" in call("verify", path, "--json").json
 
 
+@pytest.mark.parametrize("bins", [True, False])
+def test_generations_that_vanished_are_a_fault(tmp_path: Path, bins: bool) -> None:
+    """A whole .bin or two don't make a run healthy whose training would refuse to go on."""
+    run_dir = ended_run(tmp_path)
+    shutil.rmtree(run_dir / "checkpoints")
+    for path in () if bins else run_dir.glob("step_*"):
+        path.unlink()
+    called = call("verify", run_dir)
+    assert called.status == 1
+    assert f"{run_dir} has no generation, though the journal tells of step 12." in called.out
+    assert called.out.splitlines()[-1].endswith("1 fault")
+    faults = call("verify", run_dir, "--json").json["faults"]
+    assert [(fault["id"], fault["path"]) for fault in faults] == [
+        ("not-found", str(run_dir / "checkpoints"))
+    ]
+
+
 def test_a_foreign_directory_among_generations_is_status_2(tmp_path: Path) -> None:
     run_dir = ended_run(tmp_path)
     (run_dir / "checkpoints/step_000100").mkdir()
@@ -259,6 +276,24 @@ def test_a_bin_that_is_none_is_status_1_with_the_numbers(tmp_path: Path, data: b
     called = call("verify", path)
     assert called.status == 1
     assert any(number in called.out for number in (str(len(data)), "negative", "-1"))
+
+
+def test_a_bin_under_another_name_is_known_by_its_header(tmp_path: Path) -> None:
+    run_dir = ended_run(tmp_path)
+    path = tmp_path / "weights.foo"
+    assert call("export", f"{run_dir}@8", "-o", path, "--format", "bin").status == 0
+    checked = call("verify", path, "--json")
+    assert (checked.status, checked.json["digests_compared"]) == (0, 1)
+    assert call("show", path, "--json").json["step"] == 8
+    assert "a single file of weights and moments" in call("ls", path).err
+    change_byte(path, 300)
+    assert call("verify", path).status == 1
+    path.write_bytes(path.read_bytes()[:-1])
+    for command in ("verify", "show"):
+        called = call(command, path)
+        assert called.status == 2
+        assert "neither a run directory nor a .bin" in called.err
+        assert "Name a run directory, a generation, or a .bin" in called.err
 
 
 def test_a_sum_that_is_none_is_a_fault(tmp_path: Path) -> None:

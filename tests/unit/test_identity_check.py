@@ -86,6 +86,12 @@ def test_the_environment_variable_accepts_with_the_value_that_the_error_prints(
     assert len(identity.check(saved, current)) == 3
 
 
+def test_a_misspelt_word_is_not_carried_into_the_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, current = facts(), facts(config={"lr": 0.2, "net": {"depth": 2}})
+    monkeypatch.setenv(identity.ACCEPT_VARIABLE, "config.rl,nonsense,extra.ema,policy.arm,data.*")
+    assert refused(saved, current).accept == "extra.ema,policy.arm,data.*,config.lr"
+
+
 @pytest.mark.parametrize(
     "accept", ["config", "config.net", "config.net.depth", "config.*", ("data", "config.n*")]
 )

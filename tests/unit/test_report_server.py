@@ -6,6 +6,7 @@ import base64
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -25,6 +26,7 @@ import pytest
 from dist_ckpt.errors import DistCkptError, UsageError
 from dist_ckpt.history import History
 from dist_ckpt.report import Server, _server
+from dist_ckpt.report._catalog import Catalog
 from helpers.reporting import hostile_run, write_run
 from helpers.run_dirs import call, ended_run, killed_run, snapshot_of
 from helpers.trainers import ROOT
@@ -255,6 +257,18 @@ def test_runs_of_one_name_are_told_apart_and_new_ones_show_up(tmp_path: Path) ->
         assert ask_json(server, "/loss/new") == {"points": [[5, 5.0]]}
 
 
+def test_copies_are_listed_by_their_directories_names(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", losses=[(1, 1.0)])
+    for number in (1, 2):
+        shutil.copytree(tmp_path / "run", tmp_path / f"copy{number}")
+    write_run(tmp_path / "other", losses=[(1, 1.0)])
+    assert list(Catalog([tmp_path]).runs()) == ["copy1", "copy2", "other", "run"]
+    (tmp_path / "copy1").rename(tmp_path / "run2")
+    assert {name: w.run.path.name for name, w in Catalog([tmp_path]).runs().items()} == {
+        name: name for name in ("copy2", "other", "run", "run2")
+    }
+
+
 def test_slow_clients_keep_nobody_waiting_and_lose_their_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,6 +346,22 @@ def test_serve_takes_a_free_port_and_ends_with_0_at_sigterm_and_130_at_ctrl_c(
         second.send_signal(signal.SIGINT)
         out, err = second.communicate(timeout=30)
         assert (second.returncode, out, err) == (130, "", "")
+
+
+def test_a_sigterm_at_the_moment_it_is_told_of_ends_it_in_order(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", losses=[(1, 2.0)])
+    server = Server([tmp_path / "run"], port=0)
+    struck = []
+
+    def ready() -> None:
+        struck.append(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)
+        if struck[0]:
+            signal.raise_signal(signal.SIGTERM)
+
+    server.serve(ready=ready)
+    assert struck == [True]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", server.server_port))
 
 
 def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:

@@ -260,7 +260,9 @@ def test_the_head_of_a_manifest_says_what_the_whole_says(tmp_path: Path) -> None
     generation = open_run(ended_run(tmp_path)).generation(8)
     point = generation.manifest
     data = (generation.path / "resume_point.json").read_bytes()
-    assert parse_head(data) == (8, point.time, ("cadence",), 1, point.num_bytes)
+    sizes = {name: record["size_bytes"] for name, record in point.files.items()}
+    sizes[".snapshot_metadata"] = point.index["size_bytes"]
+    assert parse_head(data) == (8, point.time, ("cadence",), 1, point.num_bytes, sizes)
     # A manifest laid out otherwise is read whole instead.
     assert parse_head(data.replace(b"\n", b"")) is None
     assert parse_head(b"") is None

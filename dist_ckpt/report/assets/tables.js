@@ -55,7 +55,7 @@ const tables = (() => {
   function generations(story, now) {
     const cells = ([step, time, reasons, ranks, size, verified, pinned, proven, fault]) => [
       whole(step), time === null ? NONE : element("span", {title: moment(time)}, ago(now.time - time)),
-      fault === null ? reasons.join(", ") : element("span", {class: "bad"}, `unreadable: ${fault}`),
+      fault === null ? reasons.join(", ") : element("span", {class: "bad"}, `${time === null ? "unreadable" : "damaged"}: ${fault}`),
       ranks, bytes(size),
       verified === null ? element("span", {class: "warn"}, "not yet") : element("span", {class: "good", title: moment(verified)}, "✓ read back"),
       proven ?? NONE, pinned === null ? NONE : pinned || "yes",
