@@ -18,9 +18,9 @@ from dist_ckpt.export import check_sum
 from dist_ckpt.generations import GenerationStore, StoredGenerations
 from dist_ckpt.history import read_journal, read_loss, read_metrics
 from dist_ckpt.runs import Depth, check_bin, find_origin
+from helpers.cut_plans import Coverage
 from helpers.lives import NAME, Life, quiet, train
 from helpers.memory import rarely_collected
-from helpers.cut_plans import Coverage
 from helpers.power_cuts import Cut, Disk, Search, each_cut
 from helpers.recording import Event
 
