@@ -17,8 +17,11 @@ from pathlib import Path
 
 import pytest
 
+from dist_ckpt import storage
+from dist_ckpt.export import write_sum
 from helpers.judging import Tally, life_cuts, try_cuts
 from helpers.lives import (
+    NAME,
     Life,
     attempt,
     ranks,
@@ -172,6 +175,29 @@ def _try_recoveries(
         _conclude(tally, note, f"{name}{within}, by {world_size}", within)
         total += tally.states
     return total
+
+
+def _put_another_bin(_life: Life, root: Path) -> None:
+    """Be somebody who has put another file, with its sum, in the place of a generation's .bin."""
+    path = root / NAME / "step_000004.bin"
+    storage.unlink(path.with_name(f"{path.name}.sha256"))
+    storage.sync_dir(path.parent)
+    storage.unlink(path)
+    storage.write_durable(path, b"another")
+    write_sum(path)
+
+
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_a_bin_that_replaces_another_never_lies_beside_its_sum(
+    memory: Path, *, is_copy: bool
+) -> None:
+    once = attempt(4, export_copy=is_copy)
+    (memory / "life_root").mkdir()
+    life = record(memory / "life_root", once, _put_another_bin, once)
+    named = [e.op == "rename" and e.text.endswith("/step_000004.bin") for e in life.events]
+    at = len(named) - 1 - named[::-1].index(True)
+    tally = _try_mutant(life, memory, range(at - 2, at + 3), None)
+    assert not tally.faults, tally.faults[0]
 
 
 # The enumeration itself is tested: it must notice what it is there for --------------------------
