@@ -12,13 +12,14 @@ import pickle
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from dist_ckpt import storage
 from dist_ckpt.export import write_sum
+from helpers.cut_plans import Coverage
 from helpers.judging import Tally, life_cuts, try_cuts
 from helpers.lives import (
     NAME,
@@ -68,7 +69,7 @@ def _live(name: str) -> Life:
         return record(Path(folder), *LIVES[name])
 
 
-def body_try(ctx: RankContext, folder: str, sample: int) -> Tally:
+def body_try(ctx: RankContext, folder: str, sample: int) -> dict[str, object]:
     """Try a share of a life's states; each is a job of one process."""
     for name in ("RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
@@ -76,7 +77,7 @@ def body_try(ctx: RankContext, folder: str, sample: int) -> Tally:
     scratch = Path(folder, f"scratch{ctx.rank}")
     scratch.mkdir()
     share = (ctx.rank, ctx.world_size)
-    return try_cuts(life, scratch, Search(SEED, AT_MOST_SOAK, sample), share=share)
+    return asdict(try_cuts(life, scratch, Search(SEED, AT_MOST_SOAK, sample), share=share))
 
 
 def _try_all(life: Life, memory: Path, sample: int) -> Tally:
@@ -91,9 +92,9 @@ def _try_all_on_all_cores(life: Life, memory: Path, sample: int) -> Tally:
     (memory / "life").write_bytes(pickle.dumps(life))
     results = run_ranks(2, body_try, str(memory), sample, init=False, timeout=3000.0)
     assert [result.returncode for result in results] == [0, 0], results
-    tallies = [result.value for result in results]
-    faults = [fault for tally in tallies for fault in tally.faults]
-    return Tally(sum(tally.states for tally in tallies), faults, tallies[0].coverage)
+    told = [result.value for result in results]
+    faults = [fault for tally in told for fault in tally["faults"]]
+    return Tally(sum(tally["states"] for tally in told), faults, Coverage(**told[0]["coverage"]))
 
 
 def _conclude(tally: Tally, note: Record, what: str, within: str = "") -> int:

@@ -163,12 +163,12 @@ def record_recovery_by_ranks(
     results = run_ranks(world_size, body_recover, str(root), life.settings)
     assert [result.returncode for result in results] == [0] * world_size, results
     told = [pickle.loads(bytes.fromhex(result.value)) for result in results]  # noqa: S301
-    _, step, grown = told[0]
+    _, step, states, losses = told[0]
     branch = _course(again, step).grow_from(step)
-    branch.states.update(grown.states)
-    branch.losses.update(grown.losses)
+    branch.states.update(states)
+    branch.losses.update(losses)
     again.branches.append(branch)
-    again.events = merge(*(events for events, _, _ in told))
+    again.events = merge(*(events for events, *_ in told))
     return again
 
 
@@ -179,7 +179,7 @@ def body_recover(ctx: RankContext, root: str, settings: dict[str, Any]) -> str:
         resumed = train(Path(root), 0, **settings).resumed
         step = resumed.step if resumed else 0
         train(Path(root), step + 1, branch, **settings)
-    return pickle.dumps((recorder.events, step, branch)).hex()
+    return pickle.dumps((recorder.events, step, branch.states, branch.losses)).hex()
 
 
 def _course(life: Life, step: int) -> Branch:
