@@ -47,3 +47,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if _ends is not None and time.monotonic() > _ends:
         pytest.skip(f"the soak's {_soak} minutes are over before {item.name}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many states of power cuts were tried: what passes is else not heard of."""
+    told = {
+        kind: [
+            value
+            for report in terminalreporter.stats.get(kind, [])
+            for name, value in getattr(report, "user_properties", ())
+            if name == "power_cuts"
+        ]
+        for kind in ("passed", "failed")
+    }
+    tried = [*told["passed"], *told["failed"]]
+    if not tried:
+        return
+    outcome = "NOT all recovered" if told["failed"] else "all recovered"
+    seeds = ", ".join(sorted({str(seed) for _, seed, _ in tried}))
+    states = sum(states for states, _, _ in tried)
+    terminalreporter.write_sep(
+        "-", f"power cuts: {states:,} states tried, {outcome} (seed {seeds})"
+    )
+    for number, _, text in sorted(tried, key=lambda one: one[2]):
+        terminalreporter.write_line(f"{number:>7,}  {text}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from helpers.reliability import record_fault
 
 SEED = int(os.environ.get("DIST_CKPT_TEST_SEED", "20261130"))
 NUM_STATES = 200  # of each command
+AT_MOST = 1_000  # an instant
 
 #: Nearly all that differ: a command that syncs after each step leaves few.
 NUM_STATES_SOAK = {
@@ -48,9 +49,10 @@ def _record(memory: Path, name: str) -> tuple[Recorded, Path]:
     return record_command(COMMANDS[name], root), root
 
 
-def _try(name: str, memory: Path, sample: int, *, at_most: int) -> int:
+def _try(name: str, memory: Path, sample: int, note: Callable[[str, object], None]) -> int:
     recorded, root = _record(memory, name)
-    tally = try_command(recorded, root, Search(SEED, at_most, sample))
+    tally = try_command(recorded, root, Search(SEED, AT_MOST, sample))
+    note("power_cuts", [tally.states, SEED, f"{name}: {len(recorded.events)} instants"])
     print(f"{tally.states} states of {len(recorded.events)} operations tried, seed {SEED}")
     assert not tally.faults, "\n\n".join(tally.faults[:5])
     what = f"{name}: any state that one may leave, by the rule"
@@ -61,19 +63,19 @@ def _try(name: str, memory: Path, sample: int, *, at_most: int) -> int:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_power_cut_during_a_command_loses_nothing_and_it_can_be_run_again(
-    name: str, memory: Path
+    name: str, memory: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    assert _try(name, memory, NUM_STATES, at_most=1_000) == NUM_STATES
+    assert _try(name, memory, NUM_STATES, record_property) == NUM_STATES
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_power_cut_during_a_command_loses_nothing_and_it_can_be_run_again_many_more_states(
-    name: str, memory: Path
+    name: str, memory: Path, record_property: Callable[[str, object], None]
 ) -> None:
     num_states = NUM_STATES_SOAK[name]
-    assert _try(name, memory, num_states, at_most=1_000) == num_states
+    assert _try(name, memory, num_states, record_property) == num_states
 
 
 # The enumeration itself is tested: it must notice what it is there for --------------------------

@@ -154,6 +154,34 @@ def record_recovery(root: Path, state: Disk, life: Life, saved: int) -> Life:
     return again
 
 
+def record_recovery_by_ranks(
+    root: Path, state: Disk, life: Life, saved: int, world_size: int
+) -> Life:
+    """Return the same of a resume by several ranks, their operations in the order of time."""
+    state.lay(root)
+    again = Life(Disk.read(root), saved, branches=list(life.branches), settings=life.settings)
+    results = run_ranks(world_size, body_recover, str(root), life.settings)
+    assert [result.returncode for result in results] == [0] * world_size, results
+    told = [pickle.loads(bytes.fromhex(result.value)) for result in results]  # noqa: S301
+    _, step, states, losses = told[0]
+    branch = _course(again, step).grow_from(step)
+    branch.states.update(states)
+    branch.losses.update(losses)
+    again.branches.append(branch)
+    again.events = merge(*(events for events, *_ in told))
+    return again
+
+
+def body_recover(ctx: RankContext, root: str, settings: dict[str, Any]) -> str:
+    """Be one rank of a recorded recovery."""
+    branch, recorder = Branch(), Recorder(Path(root))
+    with use_ops(recorder), quiet():
+        resumed = train(Path(root), 0, **settings).resumed
+        step = resumed.step if resumed else 0
+        train(Path(root), step + 1, branch, **settings)
+    return pickle.dumps((recorder.events, step, branch.states, branch.losses)).hex()
+
+
 def _course(life: Life, step: int) -> Branch:
     return next(branch for branch in reversed(life.branches) if step in branch.states)
 

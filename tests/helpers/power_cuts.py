@@ -6,8 +6,8 @@ that holds on every file system of note:
 
 - a name (made, linked, removed) is lost or kept, each by itself, until its directory is synced; a
   rename is lost or kept as a whole;
-- a write that wasn't synced is lost, kept, kept by half, torn (half of it, and zeros behind), or its
-  range is zeros (the size came before the data); setting a size is lost or kept.
+- a write that wasn't synced is lost, kept, kept by half, torn (that half, and zeros behind it), or
+  its range is zeros (the size came before the data); setting a size is lost or kept.
 
 Which combinations of these are tried is `helpers.cut_plans`'. Nothing here knows what the files
 mean.
@@ -288,9 +288,7 @@ def _instants(
         disk.do(event)
         promised = told(event)
         if search.points is None or number in search.points:
-            plans = _plans(
-                disk.pending, random.Random(f"{search.seed} {number}"), search.at_most
-            )
+            plans = _plans(disk.pending, random.Random(f"{search.seed} {number}"), search.at_most)
             yield _Instant(number, event, promised, disk.copy(), tuple(disk.pending), plans)
 
 
