@@ -189,8 +189,10 @@ def export_bin(store: StoredGenerations, point: ResumePoint, *, copy: bool = Fal
         if not storage.exists(sum_path):
             write_sum(target)
         return "there"
-    # The sum goes first: while it is there, it is the one of the file beside it.
-    storage.unlink(sum_path, missing_ok=True)
+    # The sum goes first, for good: while it is there, it is the one of the file beside it.
+    if storage.exists(sum_path):
+        storage.unlink(sum_path)
+        storage.sync_dir(sum_path.parent)
     if point.canonical.is_shard:
         how = put_whole(target, lambda beside: storage.link_or_copy(shard, beside, copy=copy))
         write_sum(target)

@@ -7,7 +7,6 @@ only once it is committed; its files never change after that.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import secrets
@@ -17,7 +16,6 @@ from pathlib import Path
 
 from dist_ckpt import storage
 from dist_ckpt.canonical import parse_step_name, step_name
-from dist_ckpt.errors import StorageError
 from dist_ckpt.generations._pins import PINS_NAME, encode_pins
 from dist_ckpt.generations._stored import StoredGenerations
 from dist_ckpt.provenance import SIGNATURE_NAME
@@ -33,7 +31,6 @@ __all__ = ["GenerationStore"]
 
 _TEMPORARY = ".tmp-"
 _SUM_SUFFIX = ".sha256"
-_OTHERS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTSUP)
 #: Writing the pins, or giving a generation another name, takes far less.
 _PINS_WAIT_SECS = 30.0
 
@@ -59,8 +56,8 @@ class GenerationStore(StoredGenerations):
             return
         storage.make_dir(self.run_dir.parent, 0o777, exist_ok=True, parents=True)
         storage.make_dir(self.run_dir, exist_ok=True)
-        storage.make_dir(self.directory, exist_ok=True)
-        _sync_names(self.directory)
+        storage.make_dir(self.directory, exist_ok=True, follow=False)
+        storage.sync_names(self.directory)
         # The names in it too: the attempt before may have ended between a commit's rename and its
         # sync, and what is older than that commit is about to be retired.
         storage.sync_dir(self.directory)
@@ -252,9 +249,9 @@ class GenerationStore(StoredGenerations):
         return self._durable_home(home)
 
     def _durable_home(self, home: Path) -> Path:
-        storage.make_dir(self.archive, exist_ok=True)
-        storage.make_dir(home, exist_ok=True)
-        _sync_names(home)
+        storage.make_dir(self.archive, exist_ok=True, follow=False)
+        storage.make_dir(home, exist_ok=True, follow=False)
+        storage.sync_names(home)
         return home
 
     def _bin_files(self, step: int) -> tuple[Path, Path]:
@@ -277,23 +274,3 @@ class GenerationStore(StoredGenerations):
                         storage.remove_tree(directory / name)
                         removed.append(name)
         return removed
-
-
-def _sync_names(directory: Path) -> None:
-    """The names that lead to a directory are durable, also those that others made.
-
-    An attempt that was killed between making a directory and syncing its name leaves one that is
-    there and may be gone after a power cut.
-    """
-    place = Path(os.path.realpath(directory))
-    device = storage.device_of(place)
-    for parent in place.parents:
-        try:
-            if storage.device_of(parent) != device:
-                return
-            storage.sync_dir(parent)
-        except StorageError as error:
-            # Others' directory, which one may not look into, or that can't be synced: nothing more
-            # can be done.
-            if error.errno not in _OTHERS:
-                raise

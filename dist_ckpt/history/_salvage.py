@@ -45,7 +45,7 @@ class Salvage:
         if len(cut) <= _SHORT_BYTES or not cut.strip(b" \t\r\n\0]"):
             return
         archive = os.path.join(self._run_dir, "archive")
-        make_dir(archive, exist_ok=True)
+        make_dir(archive, exist_ok=True, follow=False)
         sync_dir(self._run_dir)
         number = 1
         while exists(os.path.join(archive, self._name(number))):

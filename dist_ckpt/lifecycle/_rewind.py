@@ -85,7 +85,8 @@ def rewind(store: GenerationStore, history: History, step: int) -> Rewound:
     except StorageError as error:
         raise StorageError(
             f"Going back to step {step} has begun and can't be ended now: {error.message}",
-            next_step=f"{error.next_step} The next start ends it first, and so does the same command.",
+            next_step=f"{error.next_step} The next start ends it first, and so does the same "
+            "command.",
             **error.values,
         ) from error
 

@@ -270,7 +270,7 @@ def _mend_sidecar(attempt: Attempt, kept: KeptPolicy, step: int, voice: Voice) -
     if found is not ABSENT and found != kept.saved:
         copy = f"{name}.state.json.differs-{attempt.number}"
         archive = attempt.store.archive
-        storage.make_dir(archive, exist_ok=True)
+        storage.make_dir(archive, exist_ok=True, follow=False)
         storage.sync_dir(run_dir)
         storage.replace_durable(archive / copy, encode_state(found))
         paths = list(islice(differing_paths(found, kept.saved), _MAX_PATHS))
