@@ -1,6 +1,7 @@
 """Generations on disk: prepare → commit or abort; list, read, verify, retire. Layer 4."""
 
 from dist_ckpt.generations._faults import is_bad_bytes
+from dist_ckpt.generations._known import Known
 from dist_ckpt.generations._retention import Retention, plan_bins, plan_retention
 from dist_ckpt.generations._single import SingleGeneration
 from dist_ckpt.generations._store import GenerationStore
@@ -8,6 +9,7 @@ from dist_ckpt.generations._stored import StoredGenerations
 
 __all__ = [
     "GenerationStore",
+    "Known",
     "Retention",
     "SingleGeneration",
     "StoredGenerations",

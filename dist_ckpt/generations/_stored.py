@@ -22,6 +22,7 @@ from dist_ckpt.errors import (
     ForeignFileError,
     NotFoundError,
 )
+from dist_ckpt.generations._known import KnownGenerations
 from dist_ckpt.generations._pins import PINS_LIMIT_BYTES, PINS_NAME, Pins, parse_pins
 from dist_ckpt.generations._signed import check_sums, require_signature
 from dist_ckpt.provenance import TrustedKeys
@@ -52,6 +53,7 @@ class StoredGenerations:
 
     Attributes:
         trusted: Who must have signed a resume point; None: anybody may have written it.
+        known: What was read of each generation before.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -59,6 +61,7 @@ class StoredGenerations:
         self.run_dir = run_dir
         self.directory = run_dir / "checkpoints"
         self.archive = run_dir / "archive"
+        self.known = KnownGenerations(self.path, self.manifest, self.verified_at)
 
     # Reading
 

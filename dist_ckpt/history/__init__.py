@@ -22,6 +22,7 @@ from dist_ckpt.history._loss_format import (
 )
 from dist_ckpt.history._metrics import Metrics, check_metric_names, parse_metrics
 from dist_ckpt.history._null import NullHistory
+from dist_ckpt.history._own import OwnPoints
 from dist_ckpt.history._paths import history_path, run_name
 from dist_ckpt.history._proven import proven_steps
 from dist_ckpt.history._readers import (
@@ -71,6 +72,7 @@ __all__ = [
     "Missing",
     "NullHistory",
     "NullJournal",
+    "OwnPoints",
     "Past",
     "ReplayResult",
     "RunHistory",

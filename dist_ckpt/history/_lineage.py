@@ -33,14 +33,6 @@ class Lineage:
         """Return whether the run saved this resume point, resumed from it or was forked from it."""
         return id_ in self.parents
 
-    def has_attempt(self, nonce: object) -> bool:
-        """Return whether an attempt of this very run has that nonce.
-
-        Also of a save whose own line the journal lacks: the disk refused it, or the save failed
-        when its generation had its name already.
-        """
-        return isinstance(nonce, str) and nonce in self.nonces
-
     def is_past_of(self, older: str, newer: str) -> bool:
         """Return whether the training that saved ``newer`` had gone through ``older``.
 

@@ -16,20 +16,13 @@ from dist_ckpt import storage
 from dist_ckpt.errors import DistCkptError
 from dist_ckpt.generations import (
     GenerationStore,
+    Known,
     Retention,
     StoredGenerations,
     plan_bins,
     plan_retention,
 )
-from dist_ckpt.history import (
-    LINEAGE_EVENTS,
-    Lineage,
-    history_path,
-    read_journal,
-    run_name,
-    trace_lineage,
-)
-from dist_ckpt.resume_point import ResumePoint
+from dist_ckpt.history import OwnPoints, run_name
 
 __all__ = ["Verdict", "judge", "retire"]
 
@@ -61,20 +54,24 @@ class Verdict:
         return asdict(self)
 
 
-def judge(store: StoredGenerations, retention: Retention) -> list[Verdict]:
+def judge(
+    store: StoredGenerations, retention: Retention, own: OwnPoints | None = None
+) -> list[Verdict]:
     """Return a verdict on each generation of a run, ascending; writes nothing.
 
     Args:
         store: The run's generations.
         retention: The settings.
+        own: What was read of the run's journal before, by who asks again and again.
 
     Raises:
         CorruptFileError: ``pins.json`` can't be understood.
     """
-    points = {step: _read(store, step) for step in store.steps()}
+    points = {step: store.known.of(step) for step in store.steps()}
+    store.known.forget(set(points))
     steps = list(points)
     pins = store.pins()
-    kinds = _kinds(store, points)
+    kinds = _kinds(store, points, own or OwnPoints(store.run_dir))
     counted = [step for step in steps if step not in kinds]
     kept = plan_retention(counted, pinned=pins, retention=retention)
     bins_gone = plan_bins(kept, retention=retention)
@@ -122,36 +119,26 @@ def retire(
     return gone, bins
 
 
-def _kinds(store: StoredGenerations, points: Mapping[int, ResumePoint | None]) -> dict[int, Reason]:
+def _kinds(
+    store: StoredGenerations, points: Mapping[int, Known | None], own: OwnPoints
+) -> dict[int, Reason]:
     """Return step → why it doesn't count; a step that isn't there does."""
-    lineage, name = _lineage(store)
+    try:
+        own.look()
+        name = run_name(store.run_dir)
+    except DistCkptError:
+        name = store.run_dir.name
     kinds: dict[int, Reason] = {}
     is_superseded = False  # by a later one that is surely the run's own
     for step, point in sorted(points.items(), reverse=True):
-        if point is None or store.verified_at(step) is None:
+        if point is None or not point.is_verified:
             kinds[step] = "unverified"
         # A journal that was lost tells nothing; the manifest still names the run.
-        elif lineage.owns(point.id) or (not lineage.parents and point.run == name):
+        elif own.has(point.id) or (own.is_blank and point.run == name):
             is_superseded = True
-        elif not (is_superseded and lineage.has_attempt(point.notes.get("nonce"))):
+        elif not (is_superseded and own.has_attempt(point.nonce)):
             kinds[step] = "other_line"
     return kinds
-
-
-def _lineage(store: StoredGenerations) -> tuple[Lineage, str]:
-    try:
-        name = run_name(store.run_dir)
-        path = history_path(store.run_dir, name, "journal")
-        return trace_lineage(read_journal(path, naming=LINEAGE_EVENTS)), name
-    except DistCkptError:
-        return Lineage(), store.run_dir.name
-
-
-def _read(store: StoredGenerations, step: int) -> ResumePoint | None:
-    try:
-        return store.manifest(step)
-    except DistCkptError:
-        return None
 
 
 def _why(reason: Reason, retention: Retention, pin: str | None) -> str:

@@ -164,4 +164,4 @@ def _retire(saves: Saves) -> None:
     retention = saves.settings.retention
     if retention.keep_last is None and retention.keep_bins is None:
         return  # all are kept: nothing needs to be looked at
-    lifecycle.retire(saves.store, lifecycle.judge(saves.store, retention), saves.journal)
+    lifecycle.retire(saves.store, lifecycle.judge(saves.store, retention, saves.own), saves.journal)

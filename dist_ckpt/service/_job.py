@@ -25,6 +25,7 @@ from dist_ckpt import storage
 from dist_ckpt.comm import Comm
 from dist_ckpt.errors import DistCkptError, NoSpaceError, SaveFailedError
 from dist_ckpt.generations import GenerationStore
+from dist_ckpt.history import OwnPoints
 from dist_ckpt.layout import Layout
 from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.service._provenance import Provenance
@@ -92,6 +93,8 @@ class Saves:
     check_lock: Callable[[], None]
     settings: Settings
     provenance: Provenance
+    #: What retention has read of the journal. Rank 0, the background thread.
+    own: OwnPoints
     say: Callable[[str], None]
     warn: Callable[[str], None]
     #: Set while a stop is short of time: reading back, export and retirement give way.

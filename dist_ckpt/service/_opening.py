@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dist_ckpt import announce
 from dist_ckpt.comm import Comm, connect
 from dist_ckpt.errors import DistCkptError
+from dist_ckpt.history import OwnPoints
 from dist_ckpt.service._attempt import Attempt, open_attempt
 from dist_ckpt.service._deadline import warn_of_tight_deadline
 from dist_ckpt.service._importing import save_import
@@ -153,6 +154,7 @@ def _build_saver(
         check_lock=attempt.check_lock,
         settings=trainer.settings,
         provenance=provenance,
+        own=OwnPoints(attempt.store.run_dir),
         say=voice.say,
         warn=voice.warn,
         committed=notices.committed,

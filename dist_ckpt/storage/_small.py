@@ -59,8 +59,8 @@ def replace_durable(path: Path, data: Bytes, *, mode: int = 0o600) -> None:
     sync_dir(parent or ".")
 
 
-def read_file(path: Path, *, limit_bytes: int, from_device: bool = False) -> bytes:
-    """Return all bytes of a regular file that isn't larger than ``limit_bytes``.
+def read_file(path: Path, *, limit_bytes: int, from_device: bool = False, start: int = 0) -> bytes:
+    """Return the bytes of a regular file that isn't larger than ``limit_bytes``.
 
     The size is checked before memory is taken.
 
@@ -68,7 +68,8 @@ def read_file(path: Path, *, limit_bytes: int, from_device: bool = False) -> byt
         path: The file.
         limit_bytes: Its largest size.
         from_device: Past the page cache: directly, or where the file system refuses that, after
-            asking the kernel to forget its pages, which it may decline.
+            asking the kernel to forget its pages, which it may decline. All of it.
+        start: From this byte on; nothing where the file is shorter.
 
     Raises:
         NotFoundError: No such file.
@@ -88,9 +89,9 @@ def read_file(path: Path, *, limit_bytes: int, from_device: bool = False) -> byt
             )
         if from_device and size:
             return _from_device(fd, size, path)
-        data = bytearray(size)
-        if size:
-            fill(fd, [memoryview(data)], 0, path)
+        data = bytearray(max(0, size - start))
+        if data:
+            fill(fd, [memoryview(data)], start, path)
     return bytes(data)
 
 
