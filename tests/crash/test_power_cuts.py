@@ -133,7 +133,7 @@ def test_a_power_cut_at_any_instant_leaves_the_old_point_or_the_new_many_more_st
     assert _conclude(tally, record_property, name) == NUM_STATES_SOAK
     found = tally.coverage
     assert found.instants == len(life.events)
-    assert found.small_whole > 0.8 * found.small
+    assert found.small_whole > 0.7 * found.small
     assert found.whole + found.telling > 0.95 * found.instants
 
 
