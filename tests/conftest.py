@@ -51,23 +51,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say how many states of power cuts were tried: what passes is else not heard of."""
-    told = {
-        kind: [
-            value
-            for report in terminalreporter.stats.get(kind, [])
-            for name, value in getattr(report, "user_properties", ())
-            if name == "power_cuts"
-        ]
+    told = [
+        value
         for kind in ("passed", "failed")
-    }
-    tried = [*told["passed"], *told["failed"]]
-    if not tried:
+        for report in terminalreporter.stats.get(kind, [])
+        for name, value in getattr(report, "user_properties", ())
+        if name == "power_cuts"
+    ]
+    if not told:
         return
-    outcome = "NOT all recovered" if told["failed"] else "all recovered"
-    seeds = ", ".join(sorted({str(seed) for _, seed, _ in tried}))
-    states = sum(states for states, _, _ in tried)
+    states, faults = (sum(one[k] for one in told) for k in (0, 1))
+    outcome = f"{faults:,} or more NOT recovered" if faults else "all recovered"
+    seeds = ", ".join(sorted({str(seed) for _, _, seed, _ in told}))
     terminalreporter.write_sep(
         "-", f"power cuts: {states:,} states tried, {outcome} (seed {seeds})"
     )
-    for number, _, text in sorted(tried, key=lambda one: one[2]):
+    for number, _, _, text in sorted(told, key=lambda one: one[3]):
         terminalreporter.write_line(f"{number:>7,}  {text}")

@@ -52,7 +52,8 @@ def _record(memory: Path, name: str) -> tuple[Recorded, Path]:
 def _try(name: str, memory: Path, sample: int, note: Callable[[str, object], None]) -> int:
     recorded, root = _record(memory, name)
     tally = try_command(recorded, root, Search(SEED, AT_MOST, sample))
-    note("power_cuts", [tally.states, SEED, f"{name}: {len(recorded.events)} instants"])
+    what = f"{name}: {len(recorded.events)} instants"
+    note("power_cuts", [tally.states, len(tally.faults), SEED, what])
     print(f"{tally.states} states of {len(recorded.events)} operations tried, seed {SEED}")
     assert not tally.faults, "\n\n".join(tally.faults[:5])
     what = f"{name}: any state that one may leave, by the rule"
