@@ -139,7 +139,6 @@ def test_200_saves_leave_descriptors_threads_and_memory_level(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.xfail(reason="each save leaves about 2.9 KiB of resident memory", strict=False)
 def test_2000_saves_leave_descriptors_threads_memory_and_files_level() -> None:
     """Case 43."""
     with in_memory() as folder:
