@@ -196,12 +196,21 @@ class GenerationStore(StoredGenerations):
         return True
 
     def new_home(self, label: str) -> str:
-        """Return LABEL, with a number behind it where ``archive/LABEL`` is there already."""
+        """Return LABEL, with a number behind it where something is in ``archive/LABEL``.
+
+        An empty one is what a move that was cut off before its first file has left.
+        """
         name, number = label, 1
-        while storage.exists(self.archive / name):
+        while self._is_taken(self.archive / name):
             number += 1
             name = f"{label}-{number}"
         return name
+
+    @staticmethod
+    def _is_taken(home: Path) -> bool:
+        if not storage.exists(home):
+            return False
+        return not storage.is_dir(home) or bool(storage.list_names(home))
 
     def make_home(self, home: str) -> Path:
         """Return ``archive/HOME/``, made if need be, its name durable."""

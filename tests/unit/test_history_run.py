@@ -306,9 +306,9 @@ class SlowSync(storage.Ops):
 
 def test_recording_goes_on_while_another_thread_syncs(run_dir: Path) -> None:
     ops = SlowSync()
+    history = History(run_dir, "andrea", 1)
+    history.begin(None)
     with storage.use_ops(ops):
-        history = History(run_dir, "andrea", 1)
-        history.begin(None)
         thread = threading.Thread(target=history.sync)
         thread.start()
         assert ops.entered.wait(10)
