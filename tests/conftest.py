@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +34,15 @@ _order = os.environ.get("DIST_CKPT_TEST_ORDER")
 _ends = time.monotonic() + 60 * float(_soak) if _soak else None
 if _soak and float(_soak) < 1:
     raise pytest.UsageError(f"MINUTES={_soak}: give the soak a minute or more.")
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    """A directory in memory: thousands of small trees are made there, and inodes aren't reused."""
+    from helpers.memory import in_memory
+
+    with in_memory(tmp_path) as folder:
+        yield folder
 
 
 def pytest_report_header() -> list[str]:

@@ -10,7 +10,7 @@ import errno
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,6 @@ from dist_ckpt.errors import DistCkptError
 from dist_ckpt.storage import use_ops
 from helpers.judging import Tally, try_cuts
 from helpers.lives import Branch, Life, quiet, train
-from helpers.memory import in_memory
 from helpers.power_cuts import Disk, Search
 from helpers.ranks import RankContext, run_ranks
 from helpers.recording import Event, Recorder
@@ -29,13 +28,6 @@ from helpers.reliability import record_fault
 
 UNTIL, AFTER = 4, 7
 SEED = int(os.environ.get("DIST_CKPT_TEST_SEED", "20261130"))
-
-
-@pytest.fixture
-def memory(tmp_path: Path) -> Iterator[Path]:
-    """A directory in memory, where inodes aren't reused."""
-    with in_memory(tmp_path) as folder:
-        yield folder
 
 
 class Mortal(Recorder):

@@ -8,14 +8,13 @@ by it, though it has not done it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from helpers.cut_commands import Command, Killing, try_command
 from helpers.life_commands import COMMANDS, PIVOT, REWIND, start
-from helpers.memory import in_memory
 from helpers.power_cuts import Search
 from helpers.reliability import record_fault
 
@@ -27,13 +26,6 @@ THEN: dict[str, tuple[Command, Callable[[Path], object] | None]] = {
     "rewind, then a start": (REWIND, start),
     "pivot, then a start": (PIVOT, start),
 }
-
-
-@pytest.fixture
-def memory(tmp_path: Path) -> Iterator[Path]:
-    """A directory in memory: inodes aren't reused there."""
-    with in_memory(tmp_path) as folder:
-        yield folder
 
 
 def _last_chances(killing: Killing) -> list[int]:

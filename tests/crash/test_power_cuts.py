@@ -11,7 +11,7 @@ import os
 import pickle
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from helpers.lives import (
     record_recovery_by_ranks,
     rewind,
 )
-from helpers.memory import MEMORY, in_memory
+from helpers.memory import MEMORY
 from helpers.power_cuts import Search
 from helpers.ranks import RankContext, run_ranks
 from helpers.recording import Event
@@ -54,13 +54,6 @@ NUM_STATES_SOAK, NUM_STATES_OF_A_RECOVERY_SOAK = 17_000, 600
 #: States an instant: every combination where there are no more.
 AT_MOST, AT_MOST_SOAK = 400, 5_000
 SEED = int(os.environ.get("DIST_CKPT_TEST_SEED", "20261130"))
-
-
-@pytest.fixture
-def memory(tmp_path: Path) -> Iterator[Path]:
-    """A directory in memory: thousands of small trees are made there, and inodes aren't reused."""
-    with in_memory(tmp_path) as folder:
-        yield folder
 
 
 @functools.cache

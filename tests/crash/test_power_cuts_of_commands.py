@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,6 @@ import pytest
 
 from helpers.cut_commands import Recorded, record_command, try_command
 from helpers.life_commands import COMMANDS
-from helpers.memory import in_memory
 from helpers.power_cuts import Search
 from helpers.reliability import record_fault
 
@@ -34,13 +33,6 @@ NUM_STATES_SOAK = {
     "ship": 200,
     "reshard": 300,  # by two threads: 409 to 6,810, as they take turns
 }
-
-
-@pytest.fixture
-def memory(tmp_path: Path) -> Iterator[Path]:
-    """A directory in memory: thousands of small trees are made there, and inodes aren't reused."""
-    with in_memory(tmp_path) as folder:
-        yield folder
 
 
 def _record(memory: Path, name: str) -> tuple[Recorded, Path]:

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,6 @@ from dist_ckpt.errors import (
 )
 from dist_ckpt.storage import use_ops
 from helpers.faulty_ops import Fault, FaultyOps, RecordingOps
-from helpers.memory import in_memory
 from helpers.power_cuts import Disk, cuts
 from helpers.recording import Recorder
 
@@ -36,12 +34,6 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "work" / "done.jsonl"
-
-
-@pytest.fixture
-def memory(tmp_path: Path) -> Iterator[Path]:
-    with in_memory(tmp_path) as folder:
-        yield folder
 
 
 def test_what_was_appended_is_there_when_it_is_opened_again(path: Path) -> None:

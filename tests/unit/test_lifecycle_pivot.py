@@ -9,7 +9,6 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from dist_ckpt.lifecycle import REQUEST_FILE, read_request
 from dist_ckpt.runs import open_run, pivot_run, plan_pivot
 from dist_ckpt.storage import RunLock, use_ops
 from helpers.faulty_ops import Fault, FaultyOps, RecordingOps
-from helpers.memory import in_memory
 from helpers.pivoting import Training
 from helpers.power_cuts import Disk, cuts
 from helpers.recording import Recorder
@@ -54,12 +52,6 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.seek(0)
         file.write(text.rstrip().removesuffix("]") + ",\n[21, 1.5]]")
     return run
-
-
-@pytest.fixture
-def memory(tmp_path: Path) -> Iterator[Path]:
-    with in_memory(tmp_path) as folder:
-        yield folder
 
 
 def _copy(run: Path, folder: Path) -> Path:
