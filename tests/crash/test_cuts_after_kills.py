@@ -26,6 +26,8 @@ from helpers.ranks import RankContext, run_ranks
 from helpers.recording import Event, Recorder
 from helpers.reliability import record_fault
 
+Record = Callable[[str, object], None]
+
 UNTIL, AFTER = 4, 7
 SEED = int(os.environ.get("DIST_CKPT_TEST_SEED", "20261130"))
 
@@ -151,6 +153,12 @@ def _ends(events: Sequence[Event], op: str, name: str) -> int:
     return 1 + next(n for n, e in enumerate(events) if e.op == op and e.text.endswith(name))
 
 
+def _conclude(what: str, states: int, note: Record) -> None:
+    """Tell of what was tried, all of it recovered from."""
+    note("power_cuts", [states, 0, SEED, what])
+    record_fault("Power cut", what, states, "recovered")
+
+
 MOMENTS = {
     "a generation has its name": ("rename", "/step_000004"),
     "the losses have their bracket": ("write", ".loss.json"),
@@ -174,7 +182,9 @@ def _without_syncs_of_the_start(life: Life, begin: int) -> Life:
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_what_a_killed_attempt_left_is_made_durable_by_the_next(moment: str, memory: Path) -> None:
+def test_what_a_killed_attempt_left_is_made_durable_by_the_next(
+    moment: str, memory: Path, record_property: Record
+) -> None:
     branch = _course(memory)
     last = _ends(_calm(memory / "calm"), *MOMENTS[moment])
     life, begin = _after(memory, branch, partial(_killed, last=last))
@@ -182,14 +192,14 @@ def test_what_a_killed_attempt_left_is_made_durable_by_the_next(moment: str, mem
     assert not tally.faults, "\n\n".join(tally.faults[:3])
     worse = _try(memory, _without_syncs_of_the_start(life, begin), begin, 40, first=True)
     assert worse.faults, "the states tried don't need what a start syncs"
-    record_fault(
-        "Power cut", f"while the attempt after a SIGKILL works; {moment}", tally.states, "recovered"
-    )
+    _conclude(f"while the attempt after a SIGKILL works; {moment}", tally.states, record_property)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_killed_after_each_operation_then_a_power_cut(memory: Path) -> None:
+def test_killed_after_each_operation_then_a_power_cut(
+    memory: Path, record_property: Record
+) -> None:
     branch = _course(memory)
     states = 0
     for last in range(1, len(_calm(memory / "calm")) - 3):  # the very last wait for nothing
@@ -197,14 +207,15 @@ def test_killed_after_each_operation_then_a_power_cut(memory: Path) -> None:
         tally = _try(memory, life, begin, 80)
         assert not tally.faults, f"killed after {last}:\n" + "\n\n".join(tally.faults[:3])
         states += tally.states
-    record_fault(
-        "Power cut", "while the attempt after a SIGKILL at any operation works", states, "recovered"
-    )
+    what = "while the attempt after a SIGKILL at any operation works"
+    _conclude(what, states, record_property)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_directory_that_could_not_be_synced_then_a_power_cut(memory: Path) -> None:
+def test_a_directory_that_could_not_be_synced_then_a_power_cut(
+    memory: Path, record_property: Record
+) -> None:
     branch = _course(memory)
     (memory / "calm").mkdir()
     recorder = Refusing(memory / "calm", -1)
@@ -216,9 +227,5 @@ def test_a_directory_that_could_not_be_synced_then_a_power_cut(memory: Path) -> 
         tally = _try(memory, life, begin, 80)
         assert not tally.faults, f"sync {number}:\n" + "\n\n".join(tally.faults[:3])
         states += tally.states
-    record_fault(
-        "Power cut",
-        "while the attempt after a failed sync of any directory works",
-        states,
-        "recovered",
-    )
+    what = "while the attempt after a failed sync of any directory works"
+    _conclude(what, states, record_property)

@@ -18,6 +18,8 @@ from helpers.life_commands import COMMANDS, PIVOT, REWIND, start
 from helpers.power_cuts import Search
 from helpers.reliability import record_fault
 
+Record = Callable[[str, object], None]
+
 SEED = int(os.environ.get("DIST_CKPT_TEST_SEED", "20261130"))
 NUM_STATES = 3  # of each kill before the end, and at it
 THEN: dict[str, tuple[Command, Callable[[Path], object] | None]] = {
@@ -42,7 +44,7 @@ def _last_chances(killing: Killing) -> list[int]:
     return sorted({*last.values()})
 
 
-def _try(name: str, memory: Path, *, each: bool, num_states: int) -> None:
+def _try(name: str, memory: Path, note: Record, *, each: bool, num_states: int) -> None:
     root = memory / "work"
     root.mkdir()
     command, then = THEN[name]
@@ -64,24 +66,25 @@ def _try(name: str, memory: Path, *, each: bool, num_states: int) -> None:
             where = f"killed after operation {after}, {last.op} {last.text}; gone on with; "
             faults += [where + fault for fault in tally.faults[:2]]
     print(f"{len(kills)} kills of {len(killing.events)} operations, {states} states, seed {SEED}")
+    what = f"{name}: killed, given again, then a power cut"
+    note("power_cuts", [states, len(faults), SEED, what])
     assert not faults, f"{len(faults)} faults\n\n" + "\n\n".join(faults[:5])
     assert states > len(kills)
-    what = f"{name}: killed, given again, then a power cut"
     record_fault("Power cut", what, states, "done by the same command again; trained on")
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", THEN)
 def test_what_a_killed_command_left_pending_is_durable_once_it_was_given_again(
-    name: str, memory: Path
+    name: str, memory: Path, record_property: Record
 ) -> None:
-    _try(name, memory, each=False, num_states=NUM_STATES)
+    _try(name, memory, record_property, each=False, num_states=NUM_STATES)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", THEN)
 def test_what_a_killed_command_left_pending_is_durable_once_it_was_given_again_at_each_change(
-    name: str, memory: Path
+    name: str, memory: Path, record_property: Record
 ) -> None:
-    _try(name, memory, each=True, num_states=2 * NUM_STATES)
+    _try(name, memory, record_property, each=True, num_states=2 * NUM_STATES)
