@@ -83,7 +83,7 @@ class Captured(LiveObjects):
             states.without(anew),
             {key: entry for key, entry in shared["optimizers"].items() if key not in anew},
             shared["ties"],
-            elsewhere={*elsewhere, *names_of(shared["optimizers"], anew)},
+            elsewhere={*elsewhere, *names_of(shared["optimizers"], anew, view)},
         )
         for key, spec in keys.items():
             if key.startswith("optimizer/"):
@@ -118,13 +118,11 @@ class Captured(LiveObjects):
 
         They are left out, or somebody has accepted that another one was saved.
         """
-        anew = {}
-        for key, optimizer in self._optimizers.items():
-            word, entry = label_of("optimizer", key), shared["optimizers"].get(key)
-            is_other = entry is not None and not is_kin(entry["kind"], optimizer)
-            if is_accepted(word, omit):
-                anew[key] = False
-            elif is_other and is_accepted(word, accept):
+        saved, live = shared["optimizers"], self._optimizers
+        words = {key: label_of("optimizer", key) for key in (*saved, *live)}
+        anew = {key: False for key, word in words.items() if is_accepted(word, omit)}
+        for key in live.keys() & saved.keys() - anew.keys():
+            if is_accepted(words[key], accept) and not is_kin(saved[key]["kind"], live[key]):
                 anew[key] = True
         return anew
 
@@ -209,6 +207,11 @@ class Captured(LiveObjects):
                     self.notes.append(f"{label} goes on with the saved state and settings")
             elif anew[key]:
                 self.notes.append(f"{label} begins anew, with the settings it was built with")
+                self.notes += [
+                    f"{word} goes on with what was saved, base_lrs too: it sets the rate from them"
+                    for word, part in words_of("scheduler", self._schedulers).items()
+                    if getattr(part, "optimizer", None) is optimizer and saved.get(word)
+                ]
 
     def load_rank(
         self,

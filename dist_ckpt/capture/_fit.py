@@ -79,10 +79,11 @@ def _names_below(cls: type[Optimizer]) -> set[str]:
     return names
 
 
-def names_of(saved: Mapping[str, JSON], keys: Collection[str]) -> set[str]:
-    """Return the names of the parameters that these optimizers were saved with."""
+def names_of(saved: Mapping[str, JSON], keys: Collection[str], view: ModelView) -> set[str]:
+    """Return the names of the parameters that these optimizers were saved with, and have here."""
     groups = [group for key in keys if key in saved for group in saved[key]["groups"]]
-    return {name for group in groups for name in group["params"]}
+    names = {name for group in groups for name in group["params"]}
+    return names | {view.kept_name(name) for name in names}
 
 
 def _here(names: Sequence[str], view: ModelView, elsewhere: Collection[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """What retention asks of each generation, read once: its files never change. Layer 4, reads only.
 
-At each save all that are kept are looked at, by thousands at the end of a long run: one costs two
-looks at a file's status instead of two files read and parsed.
+At each save all that are kept are looked at, by thousands at the end of a long run: one costs three
+looks at a status instead of two files read and parsed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_ckpt import storage
-from dist_ckpt.errors import DistCkptError
+from dist_ckpt.errors import DistCkptError, NotFoundError
 from dist_ckpt.resume_point import RESUME_POINT_NAME, VERIFIED_NAME, ResumePoint
 
 __all__ = ["Known", "KnownGenerations"]
@@ -79,10 +79,14 @@ class KnownGenerations:
             del self._known[step]
 
     def _status(self, step: int) -> tuple[Any, ...]:
-        files = []
+        directory = str(self._path(step))
+        home = storage.lstat(directory)  # a link to another place is no generation
+        files: list[Any] = [(home.st_dev, home.st_ino, home.st_mode)]
         for name in (RESUME_POINT_NAME, VERIFIED_NAME):
-            path = f"{self._path(step)}/{name}"
-            if name == RESUME_POINT_NAME or storage.exists(path):
-                file = storage.lstat(path)
+            try:
+                file = storage.lstat(f"{directory}/{name}")
+            except NotFoundError:
+                files.append(None)
+            else:
                 files.append((file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns))
         return tuple(files)

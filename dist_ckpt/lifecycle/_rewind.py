@@ -79,14 +79,16 @@ def rewind(store: GenerationStore, history: History, step: int) -> Rewound:
     if plan.set_aside or plan.bins:
         store.make_home(home)  # refused while nothing has begun, where it is refused
     mark: Mapping[str, Any] = bookmark_history(history)
-    history.journal.append(REWIND_STARTED, step=step, home=home, **mark)
     try:
+        history.journal.append(REWIND_STARTED, step=step, home=home, **mark)
         return _carry_out(store, history, step, home)
     except StorageError as error:
-        raise StorageError(
+        if not is_rewinding(store.run_dir):
+            raise
+        more = "The next start ends it first, and so does the same command."
+        raise type(error)(
             f"Going back to step {step} has begun and can't be ended now: {error.message}",
-            next_step=f"{error.next_step} The next start ends it first, and so does the same "
-            "command.",
+            next_step=f"{error.next_step} {more}".strip(),
             **error.values,
         ) from error
 

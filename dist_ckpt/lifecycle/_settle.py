@@ -26,7 +26,9 @@ def settle(run_dir: Path) -> None:
     """
     store = StoredGenerations(run_dir)
     # The archive first: while something is moved there, its old name must not go before.
-    for directory in (*_homes(store.archive), store.archive, store.directory, run_dir):
+    for home in _homes(store.archive):
+        storage.sync_dir(home, pass_over_others=True)
+    for directory in (store.archive, store.directory, run_dir):
         if storage.is_dir(directory):
             storage.sync_dir(directory)
     storage.sync_names(run_dir)
@@ -34,4 +36,4 @@ def settle(run_dir: Path) -> None:
 
 def _homes(archive: Path) -> list[Path]:
     names = storage.list_names(archive) if storage.is_dir(archive) else []
-    return [archive / name for name in names]
+    return [archive / name for name in names if storage.is_dir(archive / name)]

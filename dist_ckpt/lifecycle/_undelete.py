@@ -99,7 +99,9 @@ def find_brought_back(store: GenerationStore, history: History, what: str) -> li
         elif word in LINEAGE_EVENTS and step is not None and event.get("id"):
             ids[step] = event["id"]
         elif word == REWOUND:
-            moved = [Archived(str(event.get("home")), other) for other in event["set_aside"]]
+            steps = event.get("set_aside")
+            steps = [other for other in steps if type(other) is int] if type(steps) is list else []
+            moved = [Archived(str(event.get("home")), other) for other in steps]
             aside |= {one: ids.get(one.step) for one in moved}
             told -= {*moved}
         elif word == UNDELETED:

@@ -34,7 +34,7 @@ from dist_ckpt.history import (
     write_policy,
     write_state,
 )
-from dist_ckpt.lifecycle import Pivot, finish_pivot, last_attempt, refuse_half_a_copy
+from dist_ckpt.lifecycle import Pivot, finish_pivot, last_attempt, refuse_half_a_copy, settle
 from dist_ckpt.storage import RunLock
 
 __all__ = ["Attempt", "open_attempt"]
@@ -82,8 +82,8 @@ class Attempt:
     ) -> None:
         """Add an event to the journal; a disk that refuses it doesn't end training. Any thread.
 
-        Between two steps, where training would wait for the disk, without ``sync``: the save that
-        follows syncs the journal.
+        Between two steps, where training would wait for the disk, without ``sync``: what the
+        background thread journals next, or the end, makes it durable.
         """
         if self.is_abandoned:
             return
@@ -215,6 +215,7 @@ def _start(
     lock = RunLock(run_dir / "run.lock")
     lock.acquire(holder)
     undo.callback(lock.release)
+    settle(run_dir)  # held now: whoever left something pending does nothing more
     removed = store.clean()
     facts = {**settings, **holder, "name": name, "attempt": last_attempt(run_dir, name) + 1}
     facts |= {"nonce": secrets.token_hex(8), **_how_started()}

@@ -7,6 +7,7 @@ verification pending.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -100,7 +101,12 @@ class Saver:
         """Have ``step_N.bin`` of a generation that now answers a signal too."""
         if self._saves.comm.rank == 0:
             self._saves.answered.add(step)
-            self._worker.submit(lambda _ticket: export_verified(self._saves, step))
+            self._worker.submit(lambda _ticket: self._export_answer(step))
+
+    def _export_answer(self, step: int) -> None:
+        with contextlib.suppress(DistCkptError):  # the next save tells of a journal that can't be
+            self._saves.sync_history()
+        export_verified(self._saves, step)
 
     def make_room(self) -> None:
         """Retire what retention lets go already; while nothing is being saved."""

@@ -94,7 +94,7 @@ class Session:
 
     def note_until(self, until: int) -> None:
         """Journal the step that is trained to: who looks on can then tell how long it takes."""
-        self._attempt.journal("loop_started", step=self.step, until=until)
+        self._attempt.journal("loop_started", step=self.step, sync=False, until=until)
         if self.resumed is not None and self.step == self.resumed.step >= until:
             if not self._has_told_of_end:  # once, though a script may ask epoch by epoch
                 self._voice.say(f"nothing to train: {self.step} steps are done, until={until}")

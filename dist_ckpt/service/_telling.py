@@ -95,7 +95,8 @@ def report_start(
     voice.say(f"resumed from step {resumed.step}")
     for note in resumed.notes:
         voice.say(note)
-    if any(difference.part == "config" for difference in admitted):
+    # Whoever accepted another optimizer has been told what became of it.
+    if any(difference.part == "config" for difference in admitted) and not resumed.accepted:
         voice.say("optimizer and scheduler hold what was saved, whatever config says now")
     return not admitted and resumed.is_comparable
 

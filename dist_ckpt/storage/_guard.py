@@ -81,7 +81,8 @@ def named(
     if code == errno.ELOOP:
         return ForeignFileError(
             f"{path} is a symbolic link, which dist_ckpt never writes nor follows ({operation}).",
-            next_step="Move it away, or put the file itself there.",
+            next_step="Move it away, or put there what it leads to: only the run directory itself "
+            "may be a link.",
             path=path,
         )
     if code in _NO_ROOM:

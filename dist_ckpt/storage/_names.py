@@ -20,23 +20,34 @@ if TYPE_CHECKING:
 _OTHERS: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTSUP)
 
 
-def sync_dir(path: Path) -> None:
+def sync_dir(path: Path, *, pass_over_others: bool = False) -> None:
     """Return when the names in the directory are durable.
 
     A few network file systems can't sync a directory and say EINVAL: nothing more can be done
     there, so that isn't an error.
+
+    Args:
+        path: The directory.
+        pass_over_others: Where it is somebody else's, and can't be looked into or synced, that is
+            no error either.
 
     Raises:
         NotFoundError: No such directory.
         StorageError: The system refused. Not tried again.
     """
     ops = get_ops()
-    with guard("open", path):
-        fd = ops.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    fine = (errno.EINVAL, *_OTHERS) if pass_over_others else (errno.EINVAL,)
+    try:
+        with guard("open", path):
+            fd = ops.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except StorageError as error:
+        if pass_over_others and error.errno in _OTHERS:
+            return
+        raise
     try:
         ops.fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in fine:
             raise named(error, "sync", path) from error
     finally:
         with suppress(OSError):
@@ -133,7 +144,7 @@ def sync_names(path: Path) -> None:
         try:
             if device_of(parent) != device:
                 return
-            sync_dir(parent)
+            sync_dir(parent, pass_over_others=True)
         except StorageError as error:
             if error.errno not in _OTHERS:
                 raise

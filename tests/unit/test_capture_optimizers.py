@@ -597,6 +597,74 @@ def test_one_of_two_optimizers_begins_anew_and_the_other_goes_on(how: str) -> No
     }
 
 
+class Tied(nn.Module):
+    """Two names for one tensor, declared in either order."""
+
+    out: Any
+    emb: Any
+
+    def __init__(self, *, out_first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(int(out_first))
+        names = ("out", "emb") if out_first else ("emb", "out")
+        for name in names:
+            setattr(self, name, nn.Linear(3, 3, bias=False))
+        self.out.weight = self.emb.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.out(self.emb(x)).square().sum()
+        return loss
+
+
+@pytest.mark.parametrize("how", ["accept", "omit"])
+def test_an_optimizer_begins_anew_whatever_name_of_a_tied_tensor_was_kept(how: str) -> None:
+    net, other = Tied(out_first=False), Tied(out_first=True)
+    before = torch.optim.AdamW(net.parameters(), lr=0.25)
+    net(torch.ones(2, 3)).backward()
+    before.step()
+    saved = save(Captured(net, before))
+    captured = Captured(other, torch.optim.SGD(other.parameters(), lr=0.5))
+    given = {how: ("optimizer",)}
+    shared = json.loads(saved.shared)
+    targets = captured.prepare(saved.specs, saved.stateless, shared, **given)
+    captured.load_shared(shared, **given)
+    assert [key.split("/")[0] for key in targets] == ["model"]
+
+
+def test_optimizers_that_are_left_out_may_have_any_keys() -> None:
+    """Weights alone are loaded with one optimizer that stands for none."""
+    net, other = make_net(1), make_net(2)
+    optimizers = {
+        "first": torch.optim.AdamW(net[0].parameters()),
+        "second": torch.optim.AdamW(net[3].parameters()),
+    }
+    net(torch.ones(2, 5)).square().sum().backward()
+    for optimizer in optimizers.values():
+        optimizer.step()
+    saved = save(Captured(net, optimizers))
+    captured = Captured(other, torch.optim.SGD(other.parameters()))
+    shared = json.loads(saved.shared)
+    targets = captured.prepare(saved.specs, saved.stateless, shared, omit=("optimizer",))
+    captured.load_shared(shared, omit=("optimizer",))
+    assert {key.split("/")[0] for key in targets} == {"model"}
+
+
+def test_a_schedule_beside_an_optimizer_that_begins_anew_is_told_of() -> None:
+    net, other = make_net(1), make_net(2)
+    before = torch.optim.SGD(net.parameters(), lr=0.5)
+    step(net, before)
+    schedule = torch.optim.lr_scheduler.LambdaLR(before, lambda _: 1.0)
+    saved = save(Captured(net, before, scheduler=schedule))
+    anew = torch.optim.AdamW(other.parameters(), lr=0.125)
+    again = torch.optim.lr_scheduler.LambdaLR(anew, lambda _: 1.0)
+    captured = Captured(other, anew, scheduler=again)
+    restore(captured, saved, accept=("optimizer",))
+    assert anew.param_groups[0]["lr"] == 0.125
+    assert captured.notes[-1] == (
+        "scheduler goes on with what was saved, base_lrs too: it sets the rate from them"
+    )
+
+
 @pytest.mark.parametrize("word", ["optimizer", "optimizer.a", "scheduler", "scaler"])
 def test_a_part_that_is_told_of_and_has_no_state_is_a_corrupt_file(word: str) -> None:
     net = make_net(1)

@@ -285,9 +285,17 @@ def test_a_rewind_that_is_refused_at_once_has_not_begun(tmp_path: Path) -> None:
     assert 12 in steps(run_dir)
 
 
-def test_a_rewind_that_fails_half_way_says_that_it_stands(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("rename", "step_000012", error="EIO"),
+        Fault("fdatasync", "*.journal.jsonl", nth=2, error="EIO"),
+    ],
+)
+def test_a_rewind_that_fails_half_way_says_that_it_stands(tmp_path: Path, fault: Fault) -> None:
+    """Also where only the sync of its own mark failed: the mark can be read."""
     run_dir = ended_run(tmp_path)
-    ops = FaultyOps(Fault("rename", "step_000012", error="EIO"))
+    ops = FaultyOps(fault)
     with use_ops(ops):
         called = call("rewind", f"{run_dir}@4")
     assert ops.struck == 1

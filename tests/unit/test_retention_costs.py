@@ -70,6 +70,12 @@ def test_what_changes_is_read_anew(run_dir: Path) -> None:
     write_generation(run_dir, [PART], step=1, id_="f" * 32)
     store.mark_verified(1, "test")
     assert [v.reason for v in lifecycle.judge(store, KEEP_ALL, own)] == ["other_line"]
+    # A link to it elsewhere has the same files, and isn't the run's generation any more.
+    elsewhere = store.path(1).rename(run_dir / "elsewhere")
+    store.path(1).symlink_to(elsewhere)
+    assert [v.reason for v in lifecycle.judge(store, KEEP_ALL, own)] == ["unverified"]
+    store.path(1).unlink()
+    elsewhere.rename(store.path(1))
     (store.path(1) / "resume_point.json").chmod(0o600)
     (store.path(1) / "resume_point.json").write_bytes(b"{}")
     (verdict,) = lifecycle.judge(store, KEEP_ALL, own)

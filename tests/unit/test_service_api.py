@@ -236,8 +236,13 @@ def test_between_two_steps_training_never_waits_for_the_disk(run: Path) -> None:
             ckpt.record(loss=net.update(), lr=0.1)
             if step == 11:
                 calls = ops.calls[begin:]
+        begin = len(ops.calls)
+        for step in ckpt.steps(14):  # epoch by epoch
+            ckpt.record(loss=net.update())
+            if step == 13:
+                calls += ops.calls[begin:]
     assert [event["step"] for event in _events(run, "signal")] == [2, 7]
-    assert [event["step"] for event in _events(run, "saved")] == [2, 3, 4, 7, 8, 12]
+    assert [event["step"] for event in _events(run, "saved")] == [2, 3, 4, 7, 8, 12, 14]
     syncs = [call for call in calls if call.op in ("fsync", "fdatasync")]
     assert syncs
     assert [call for call in syncs if call.thread == threading.main_thread().name] == []
