@@ -17,6 +17,7 @@ from dist_ckpt.cli._settings_file import DryRunOption, read_settings
 from dist_ckpt.cli._text import plain, table
 from dist_ckpt.errors import NotFoundError, UsageError
 from dist_ckpt.generations import GenerationStore
+from dist_ckpt.history import History
 from dist_ckpt.lifecycle import Archived, Forked, Rewound
 from dist_ckpt.runs import Run
 from dist_ckpt.wording import counted, dist_ckpt_command
@@ -164,22 +165,32 @@ def undelete(
         return _list_archive(found, GenerationStore(run_dir))
     if dry_run:
         store = GenerationStore(run_dir)
-        chosen = lifecycle.find_archived(store, what)
-        lifecycle.undelete(store, None, chosen)
+        chosen, was_there = _chosen(store, None, what)
+        if not was_there:
+            lifecycle.undelete(store, None, chosen)
     else:
         with lifecycle.hold_open(run_dir, "undelete") as (store, history):
-            try:
-                chosen = lifecycle.find_archived(store, what)
-            except NotFoundError:
-                back = lifecycle.find_brought_back(store, history, what)
-                if not back:
-                    raise
-                return _tell_undelete(found, back, "is back already", was_there=True)
+            chosen, was_there = _chosen(store, history, what)
+            if was_there:
+                return _tell_undelete(found, chosen, "is back already", was_there=True)
             num_bytes = sum(_num_bytes(store, one) for one in chosen)
             with byte_bar("verifying", num_bytes, quiet=as_json) as progress:
                 lifecycle.undelete(store, history, chosen, progress=progress)
-    verb = "would be back" if dry_run else "is back"
-    return _tell_undelete(found, chosen, verb, dry_run=dry_run)
+    verb = "is back already" if was_there else "would be back" if dry_run else "is back"
+    return _tell_undelete(found, chosen, verb, dry_run=dry_run, was_there=was_there)
+
+
+def _chosen(
+    store: GenerationStore, history: History | None, what: str
+) -> tuple[Sequence[Archived], bool]:
+    """Return what ``what`` names, and whether an earlier call has brought it back already."""
+    try:
+        return lifecycle.find_archived(store, what), False
+    except NotFoundError:
+        back = lifecycle.find_brought_back(store, history, what)
+        if not back:
+            raise
+        return back, True
 
 
 def _tell_undelete(

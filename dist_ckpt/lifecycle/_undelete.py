@@ -83,11 +83,11 @@ def find_archived(store: GenerationStore, what: str) -> list[Archived]:
     return found
 
 
-def find_brought_back(store: GenerationStore, history: History, what: str) -> list[Archived]:
+def find_brought_back(store: GenerationStore, history: History | None, what: str) -> list[Archived]:
     """Return what an earlier `undelete` of ``what`` has brought back; empty: nothing.
 
     Only where no attempt was made since. That call may have been killed at its end: what it didn't
-    come to say, the journal says now.
+    come to say, the journal says now; with ``history`` None nothing is said.
     """
     ids: dict[int, str] = {}  # of the newest generation of a step, as the journal goes on
     aside: dict[Archived, str | None] = {}  # what was set aside → its id
@@ -112,7 +112,7 @@ def find_brought_back(store: GenerationStore, history: History, what: str) -> li
     named = [one for one in _named(store, what, aside) if one.step in present]
     found = [one for one in named if aside[one] is not None and aside[one] == present[one.step]]
     for one in found:
-        if one not in told:
+        if one not in told and history is not None:
             history.journal.append(UNDELETED, step=one.step, id=aside[one], home=one.home)
     return sorted(found, key=lambda one: one.step)
 

@@ -145,8 +145,10 @@ def _check_left(run_dir: Path) -> str | None:
     if not marked:
         return None
     # An attempt that was killed right after a commit has told nothing: the one that resumed has.
-    events = read_journal(run_dir, naming=("saved", "resumed"))
-    told = {event["step"] for event in events if event["event"] in ("saved", "resumed")}
+    # Where only the commit's last sync failed, the save is told as failed, and the point is there.
+    words = ("saved", "resumed", "save_failed")
+    events = read_journal(run_dir, naming=words)
+    told = {event["step"] for event in events if event["event"] in words}
     if marked - told:
         return f"steps {sorted(marked - told)} are marked as read back, and weren't told of"
     return None

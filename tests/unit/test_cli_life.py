@@ -306,6 +306,22 @@ def test_a_rewind_that_fails_half_way_says_that_it_stands(tmp_path: Path, fault:
     assert steps(run_dir) == [4, 6]
 
 
+def test_an_undelete_that_is_done_already_says_so(tmp_path: Path) -> None:
+    """Whoever was killed at its end gives it again."""
+    run_dir = ended_run(tmp_path)
+    assert call("rewind", f"{run_dir}@4").status == 0
+    assert call("undelete", run_dir, "12").status == 0
+    journal = (run_dir / f"{run_dir.name}.journal.jsonl").read_bytes()
+    for more in ((), ("-n",)):
+        called = call("undelete", run_dir, "12", *more, "--json")
+        assert called.status == 0, called.err
+        assert called.json["was_there"] is True
+        assert [one["step"] for one in called.json["brought_back"]] == [12]
+        assert "is back already" in call("undelete", run_dir, "12", *more).out
+    assert (run_dir / f"{run_dir.name}.journal.jsonl").read_bytes() == journal
+    assert call("undelete", run_dir, "3").status == 2
+
+
 def test_a_rewind_wants_a_step_and_a_whole_generation(tmp_path: Path) -> None:
     run_dir = ended_run(tmp_path)
     called = call("rewind", run_dir)
