@@ -27,6 +27,10 @@ _PART_BYTES: Final = 64 << 20
 _MOST_PARTS: Final = 9_000
 _READ_BYTES: Final = storage.PIECE_BYTES
 _AGAIN = "What has arrived stays and is found: give the same command again."
+_SIGN_IN = (
+    "Give the credentials that the place wants, in its own way (for S3 AWS_ACCESS_KEY_ID and "
+    "AWS_SECRET_ACCESS_KEY, or a profile), and the same command again: what has arrived stays."
+)
 
 
 class RemoteFolder:
@@ -182,7 +186,7 @@ class RemoteFolder:
             )
         return StorageError(
             f"Could not {operation} {where}: {why}.",
-            next_step=_AGAIN,
+            next_step=_SIGN_IN if _is_refused(error) else _AGAIN,
             path=where,
             operation=operation,
             errno=error.errno if isinstance(error, OSError) else None,
@@ -200,3 +204,9 @@ def _drop(file: Any) -> None:
     with contextlib.suppress(Exception):
         # It would be completed, cut off as it is, when the object goes.
         file.closed = True
+
+
+def _is_refused(error: BaseException) -> bool:
+    """Return whether it is about who asks: libraries of clouds each have names of their own."""
+    name = type(error).__name__
+    return isinstance(error, PermissionError) or "Credential" in name or "Unauthorized" in name

@@ -203,3 +203,19 @@ def test_a_large_file_goes_in_parts_and_one_that_is_cut_off_leaves_no_object(
     assert folder.size("a/broken") is None
     assert "parts/there/a/broken" not in server.objects()
     assert "Uploads" not in server.client().list_multipart_uploads(Bucket=BUCKET)
+
+
+def test_who_gives_no_credentials_is_told_to(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To give the same command again wouldn't help."""
+    run_dir = ended_run(tmp_path)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    called = call("ship", run_dir, f"s3://{BUCKET}/nobody")
+    assert called.status == 2
+    assert "NoCredentialsError" in called.err
+    assert "AWS_ACCESS_KEY_ID" in called.err
