@@ -11,7 +11,8 @@ import typer
 
 from dist_ckpt import storage
 from dist_ckpt.errors import ForeignFileError, NotFoundError, UsageError
-from dist_ckpt.runs import VANISHED_ADVICE, Generation, Run, open_run, runs_below
+from dist_ckpt.generations import VANISHED_ADVICE
+from dist_ckpt.runs import Generation, Run, open_run, runs_below
 
 __all__ = ["Address", "AddressArgument", "RunArgument", "find", "find_generation", "find_run"]
 

@@ -15,8 +15,8 @@ from dist_ckpt.cli._answer import Answer, JsonOption
 from dist_ckpt.cli._show import describe_bin, describe_generation, tell_bin, tell_generation
 from dist_ckpt.cli._text import ago, duration, first_line, plain, size, table
 from dist_ckpt.errors import SettingError
+from dist_ckpt.generations import VANISHED_ADVICE
 from dist_ckpt.runs import (
-    VANISHED_ADVICE,
     Row,
     State,
     Status,

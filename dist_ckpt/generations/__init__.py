@@ -6,8 +6,11 @@ from dist_ckpt.generations._retention import Retention, plan_bins, plan_retentio
 from dist_ckpt.generations._single import SingleGeneration
 from dist_ckpt.generations._store import GenerationStore
 from dist_ckpt.generations._stored import StoredGenerations
+from dist_ckpt.generations._vanished import VANISHED_ADVICE, VANISHED_EVENTS, tell_vanished
 
 __all__ = [
+    "VANISHED_ADVICE",
+    "VANISHED_EVENTS",
     "GenerationStore",
     "Known",
     "Retention",
@@ -16,4 +19,5 @@ __all__ = [
     "is_bad_bytes",
     "plan_bins",
     "plan_retention",
+    "tell_vanished",
 ]

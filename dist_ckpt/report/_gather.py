@@ -14,9 +14,10 @@ from typing import Any
 
 from dist_ckpt import __version__, storage
 from dist_ckpt.errors import DistCkptError, NotFoundError
+from dist_ckpt.generations import VANISHED_ADVICE
 from dist_ckpt.history import LossEntry, read_samples
 from dist_ckpt.report._story import attempts_of, last_until, marks_of, replays_of
-from dist_ckpt.runs import VANISHED_ADVICE, Run, Status, list_rows, read_status
+from dist_ckpt.runs import Run, Status, list_rows, read_status
 from dist_ckpt.wording import counted
 
 __all__ = ["SCHEMA", "Gathered", "gather", "now_of", "story_of", "void_losses"]

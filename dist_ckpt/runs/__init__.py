@@ -33,12 +33,10 @@ if TYPE_CHECKING:
     )
     from dist_ckpt.runs._run import Run, open_run, settings_of
     from dist_ckpt.runs._status import read_status
-    from dist_ckpt.runs._vanished import VANISHED_ADVICE
     from dist_ckpt.runs._write import FORMATS, Written, write_export
 
 __all__ = [
     "FORMATS",
-    "VANISHED_ADVICE",
     "Answered",
     "Depth",
     "Evidence",
@@ -92,7 +90,6 @@ _HOMES = {
     "Run": "_run",
     "State": "_liveness",
     "Status": "_health",
-    "VANISHED_ADVICE": "_vanished",
     "Written": "_write",
     "ask_save": "_ask",
     "ask_stop": "_ask",

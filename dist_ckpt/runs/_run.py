@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from dist_ckpt.errors import DistCkptError, ForeignFileError, NotFoundError
-from dist_ckpt.generations import SingleGeneration, StoredGenerations
+from dist_ckpt.generations import (
+    VANISHED_ADVICE,
+    SingleGeneration,
+    StoredGenerations,
+    tell_vanished,
+)
 from dist_ckpt.history import (
     LossEntry,
     proven_steps,
@@ -19,7 +24,6 @@ from dist_ckpt.history import (
 from dist_ckpt.lifecycle import Pivot, pivots_of
 from dist_ckpt.runs._generation import Generation
 from dist_ckpt.runs._places import holds_format, is_run, read_run_file, require_directory
-from dist_ckpt.runs._vanished import VANISHED_ADVICE, tell_vanished
 
 __all__ = ["Run", "open_run", "settings_of"]
 

@@ -11,13 +11,12 @@ from typing import Any
 from dist_ckpt import storage
 from dist_ckpt.canonical import bin_size
 from dist_ckpt.errors import CorruptFileError, DistCkptError
-from dist_ckpt.generations import StoredGenerations
+from dist_ckpt.generations import StoredGenerations, tell_vanished
 from dist_ckpt.history import LossGap, history_path, read_gap, run_name
 from dist_ckpt.resume_point import INDEX_NAME, ResumePoint
 from dist_ckpt.runs._health import Failing, Status
 from dist_ckpt.runs._liveness import Evidence, Liveness, look_alive
 from dist_ckpt.runs._run import Run
-from dist_ckpt.runs._vanished import tell_vanished
 
 __all__ = ["read_status"]
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 
-from dist_ckpt import announce, storage
+from dist_ckpt import announce
 from dist_ckpt.comm import Comm
 from dist_ckpt.errors import NotFoundError, NoUsableGenerationError, UsageError
+from dist_ckpt.generations import VANISHED_EVENTS, tell_vanished
 from dist_ckpt.resume import advise_import
 from dist_ckpt.service._attempt import Attempt
 from dist_ckpt.service._settings import IMPORT_VARIABLE, Settings
@@ -77,17 +78,12 @@ def check_resume(
 def _refuse_to_begin_anew(attempt: Attempt) -> None:
     """Return if the run never had a generation: nothing is reset in silence (K11)."""
     store = attempt.store
-    archived = sorted(storage.list_names(store.archive)) if storage.exists(store.archive) else []
-    aside = [name for name in archived if name.startswith("faulty_")]
-    events = attempt.events("saved")
-    saved = [event["step"] for event in events if event["event"] == "saved"]
-    if not aside and not saved:
+    vanished = tell_vanished(store, attempt.events(*VANISHED_EVENTS))
+    if vanished is None:
         return
-    had = f"the journal tells of step {saved[-1]}" if saved else "it had some"
-    where = f"; set aside in archive/: {', '.join(aside)}" if aside else ""
     advice = advise_import(store)
     raise NoUsableGenerationError(
-        f"{store.run_dir} has no generation, though {had}{where}.",
+        vanished,
         next_step="Is the disk mounted? Move a good one back into checkpoints/, start in another "
         "directory, or begin at step 0 on purpose with accept=('fresh_start',)."
         + (f" {advice}" if advice else ""),

@@ -15,7 +15,7 @@ from dist_ckpt.errors import (
     NotFoundError,
     StorageError,
 )
-from dist_ckpt.generations import GenerationStore
+from dist_ckpt.generations import GenerationStore, tell_vanished
 from dist_ckpt.resume_point import INDEX_NAME, RESUME_POINT_NAME
 from dist_ckpt.storage import use_ops
 from helpers.faulty_ops import Fault, FaultyOps, RecordingOps
@@ -507,3 +507,34 @@ def test_pins_that_cannot_be_read_are_an_error_rather_than_no_pins(
     (run_dir / "pins.json").write_text(text)
     with pytest.raises(CorruptFileError):
         store.pins()
+
+
+# Vanished
+
+
+@pytest.mark.parametrize(
+    ("events", "aside", "told"),
+    [
+        ([], False, None),
+        ([], True, "it had some; set aside in archive/: faulty_000004"),
+        (["fresh_start"], False, None),
+        (["fresh_start", "saved"], False, "the journal tells of step 7"),
+        (["saved", "skipped"], True, "the journal tells of step 7; set aside"),
+        (["saved", "fresh_start"], True, None),
+        (["fresh_start", "faulty"], True, "it had some; set aside"),
+        (["saved", "fresh_start", "saved"], False, "the journal tells of step 7"),
+    ],
+)
+def test_generations_that_vanished_are_known_by_the_journal_and_what_was_set_aside(
+    run_dir: Path, events: list[str], *, aside: bool, told: str | None
+) -> None:
+    """Beginning anew on purpose, and being killed before the first save, needs saying once."""
+    store = GenerationStore(run_dir)
+    store.create()
+    if aside:
+        store.make_home("faulty_000004")
+    journal = [{"event": event, "step": 7} for event in events]
+    found = tell_vanished(store, journal)
+    assert found is None if told is None else (found is not None and told in found)
+    write_generation(run_dir, [PART])
+    assert tell_vanished(store, journal) is None
