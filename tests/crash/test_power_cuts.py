@@ -49,7 +49,7 @@ LIVES: dict[str, Sequence[Chapter]] = {
 }
 ONE, COPY, BACK, TWO, _ = LIVES
 #: With those of the commands (test_power_cuts_of_commands.py) 10,000, and 100,000 in the soak.
-NUM_STATES, NUM_STATES_OF_A_RECOVERY = 1_600, 200
+NUM_STATES, NUM_STATES_OF_A_RECOVERY = 1_300, 200
 NUM_STATES_SOAK, NUM_STATES_OF_A_RECOVERY_SOAK = 17_000, 600
 #: States an instant: every combination where there are no more.
 AT_MOST, AT_MOST_SOAK = 400, 5_000
