@@ -111,7 +111,8 @@ def test_a_power_cut_at_any_instant_leaves_the_old_point_or_the_new(
     assert _conclude(tally, record_property, name) == NUM_STATES
     found = tally.coverage
     assert found.instants == len(life.events)
-    assert 2 * found.small_whole > found.small > 100
+    assert found.small > 100
+    assert found.small_whole > 0.4 * found.small  # how two ranks take turns differs
     assert found.whole + found.telling > 0.6 * found.instants
 
 
@@ -126,7 +127,7 @@ def test_a_power_cut_at_any_instant_leaves_the_old_point_or_the_new_many_more_st
     assert _conclude(tally, record_property, name) == NUM_STATES_SOAK
     found = tally.coverage
     assert found.instants == len(life.events)
-    assert found.small_whole > 0.7 * found.small
+    assert found.small_whole > 0.6 * found.small
     assert found.whole + found.telling > 0.95 * found.instants
 
 
