@@ -113,7 +113,7 @@ def test_a_power_cut_at_any_instant_leaves_the_old_point_or_the_new(
     assert found.instants == len(life.events)
     assert found.small > 100
     assert found.small_whole > 0.4 * found.small  # how two ranks take turns differs
-    assert found.whole + found.telling > 0.6 * found.instants
+    assert found.whole + found.telling > 0.5 * found.instants
 
 
 @pytest.mark.slow
@@ -128,7 +128,7 @@ def test_a_power_cut_at_any_instant_leaves_the_old_point_or_the_new_many_more_st
     found = tally.coverage
     assert found.instants == len(life.events)
     assert found.small_whole > 0.6 * found.small
-    assert found.whole + found.telling > 0.95 * found.instants
+    assert found.whole + found.telling > 0.9 * found.instants
 
 
 @pytest.mark.timeout(600)
