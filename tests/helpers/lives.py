@@ -146,9 +146,10 @@ def record_recovery(root: Path, state: Disk, life: Life, saved: int) -> Life:
     again = Life(Disk.read(root), saved, branches=list(life.branches), settings=life.settings)
     recorder = Recorder(root)
     with use_ops(recorder), quiet():
-        resumed = train(root, 0, **life.settings).resumed
-        step = resumed.step if resumed else 0
-        again.branches.append(_course(again, step).grow_from(step))
+        ckpt = train(root, 0, **life.settings)
+        step = ckpt.resumed.step if ckpt.resumed else 0
+        state_then: bytes = ckpt.final  # type: ignore[attr-defined]
+        again.branches.append(_course(again, step, state_then).grow_from(step))
         train(root, step + 1, again.branches[-1], **life.settings)
     again.events = recorder.events
     return again
@@ -164,7 +165,7 @@ def record_recovery_by_ranks(
     assert [result.returncode for result in results] == [0] * world_size, results
     told = [pickle.loads(bytes.fromhex(result.value)) for result in results]  # noqa: S301
     _, step, states, losses = told[0]
-    branch = _course(again, step).grow_from(step)
+    branch = _course(again, step, states[step]).grow_from(step)
     branch.states.update(states)
     branch.losses.update(losses)
     again.branches.append(branch)
@@ -182,8 +183,9 @@ def body_recover(ctx: RankContext, root: str, settings: dict[str, Any]) -> str:
     return pickle.dumps((recorder.events, step, branch.states, branch.losses)).hex()
 
 
-def _course(life: Life, step: int) -> Branch:
-    return next(branch for branch in reversed(life.branches) if step in branch.states)
+def _course(life: Life, step: int, state: bytes) -> Branch:
+    """Return the course that was resumed: a cut may be before the run went back, or after it."""
+    return next(branch for branch in reversed(life.branches) if branch.states.get(step) == state)
 
 
 def attempt(until: int, **settings: Any) -> Callable[[Life, Path], None]:
