@@ -10,7 +10,7 @@ import errno
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -141,6 +141,19 @@ def _try(memory: Path, life: Life, begin: int, sample: int, *, first: bool = Fal
     return try_cuts(life, scratch, Search(SEED, 60, sample, points), stop_at_first=first)
 
 
+def _try_each(
+    memory: Path, branch: Branch, firsts: Mapping[str, Callable[[Path], list[Event]]]
+) -> int:
+    """Try the cuts after each of these first attempts; return how many states there were."""
+    states = 0
+    for what, first in firsts.items():
+        life, begin = _after(memory, branch, first)
+        tally = _try(memory, life, begin, 80)
+        assert not tally.faults, f"{what}:\n" + "\n\n".join(tally.faults[:3])
+        states += tally.states
+    return states
+
+
 def _stands_on_more(event: Event) -> bool:
     is_retired = event.op == "rename" and "/.tmp-trash-" in event.text
     return is_retired or (
@@ -201,12 +214,9 @@ def test_killed_after_each_operation_then_a_power_cut(
     memory: Path, record_property: Record
 ) -> None:
     branch = _course(memory)
-    states = 0
-    for last in range(1, len(_calm(memory / "calm")) - 3):  # the very last wait for nothing
-        life, begin = _after(memory, branch, partial(_killed, last=last))
-        tally = _try(memory, life, begin, 80)
-        assert not tally.faults, f"killed after {last}:\n" + "\n\n".join(tally.faults[:3])
-        states += tally.states
+    lasts = range(1, len(_calm(memory / "calm")) - 3)  # the very last wait for nothing
+    firsts = {f"killed after {last}": partial(_killed, last=last) for last in lasts}
+    states = _try_each(memory, branch, firsts)
     what = "while the attempt after a SIGKILL at any operation works"
     _conclude(what, states, record_property)
 
@@ -221,11 +231,8 @@ def test_a_directory_that_could_not_be_synced_then_a_power_cut(
     recorder = Refusing(memory / "calm", -1)
     with use_ops(recorder), quiet():
         train(memory / "calm", UNTIL)
-    states = 0
-    for number in range(recorder.num_syncs):
-        life, begin = _after(memory, branch, partial(_refused, number=number))
-        tally = _try(memory, life, begin, 80)
-        assert not tally.faults, f"sync {number}:\n" + "\n\n".join(tally.faults[:3])
-        states += tally.states
+    numbers = range(recorder.num_syncs)
+    firsts = {f"sync {number}": partial(_refused, number=number) for number in numbers}
+    states = _try_each(memory, branch, firsts)
     what = "while the attempt after a failed sync of any directory works"
     _conclude(what, states, record_property)
