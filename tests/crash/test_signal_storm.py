@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,9 @@ def _check_stopped(options: Options, ranks: int) -> None:
 def _check_answers(options: Options, asked: list[tuple[int, int]], ends: list[int]) -> int:
     """Each SIGUSR1 was answered by a point of its step, none twice; return how many points.
 
+    An attempt that is asked before its first step answers by the point that it resumed: that step
+    was answered by the attempt before already, where SIGUSR1 met what stopped it.
+
     Args:
         options: Of the run.
         asked: The steps that the signalled rank was in right before and right after each.
@@ -83,9 +87,10 @@ def _check_answers(options: Options, asked: list[tuple[int, int]], ends: list[in
         # Where another rank was told to stop at that very step, the last point is the answer.
         assert any(step in answers or step in ends for step in there), (before, after, answers)
     told = [e for e in events if e["event"] == "signal" and "SIGUSR1" in e["signals"]]
-    steps = [event["step"] for event in told]
-    assert len(set(steps)) == len(steps), "a step was answered twice"
-    assert set(steps) == answers, "a point says that it answers a signal, and the journal doesn't"
+    steps = Counter((event["attempt"], event["step"]) for event in told)
+    assert set(steps.values()) == {1}, "a step was answered twice"
+    signalled = {step for _, step in steps}
+    assert signalled == answers, "a point says that it answers a signal, and the journal doesn't"
     assert 0 < sum(event["count"] for event in told) <= len(asked), "more answers than signals"
     return len(answers)
 

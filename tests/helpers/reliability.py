@@ -47,14 +47,15 @@ _FOOT = """\
 ## How this page is made
 
 ```sh
-DIST_CKPT_TEST_RECORD=$PWD/faults.jsonl .venv/bin/python -m pytest -n 3
+export DIST_CKPT_TEST_RECORD=$PWD/faults.jsonl
+make test
+make soak
 .venv/bin/python tests/helpers/reliability.py faults.jsonl > docs/reliability.md
 ```
 
-With `-m "not gpu"` the slow ones are among them: every operation instead of a sample, in hours.
-`make soak MINUTES=60` begins no more of them after an hour, in an order drawn anew each time
-(`ORDER=N` repeats one). `DIST_CKPT_TEST_SEED=N` gives the random ones the seed that a failed run
-has printed.
+`make soak` is every operation instead of a sample, and random instants by the hundred. With
+`MINUTES=60` it begins no more tests after an hour, in an order drawn anew each time (`ORDER=N`
+repeats one). `DIST_CKPT_TEST_SEED=N` gives the random ones the seed that a failed run has printed.
 """
 
 
@@ -106,8 +107,19 @@ def encode_page(lines: Iterable[Line]) -> str:
     for line in lines:
         by_kind.setdefault(line.kind, []).append(line)
     order = [*(kind for kind in KINDS if kind in by_kind), *sorted(set(by_kind) - set(KINDS))]
-    parts = [_HEAD, *(_encode_table(kind, by_kind[kind]) for kind in order), _FOOT]
-    return "\n".join(parts)
+    ordered = {kind: by_kind[kind] for kind in order}
+    tables = (_encode_table(kind, ordered[kind]) for kind in order)
+    return "\n".join([_HEAD, _encode_overview(ordered), *tables, _FOOT])
+
+
+def _encode_overview(by_kind: Mapping[str, list[Line]]) -> str:
+    rows = [
+        f"| [{_cell(kind)}](#{kind.lower().replace(' ', '-')}) | {_count_times(lines):,} |"
+        f" {len({line.test.partition('[')[0] for line in lines}):,} |"
+        for kind, lines in by_kind.items()
+    ]
+    head = ["| kind | faults that struck, states tried | tests |", "|---|---:|---:|"]
+    return "\n".join([*head, *rows, ""])
 
 
 def _encode_table(kind: str, lines: list[Line]) -> str:
@@ -120,8 +132,11 @@ def _encode_table(kind: str, lines: list[Line]) -> str:
         for (where, result, test), times in sorted(merged.items())
     ]
     head = ["| what was done | times | what came of it | test |", "|---|---:|---|---|"]
-    total = sum(merged.values())
-    return "\n".join([f"## {kind}\n", f"{total:,} in all.\n", *head, *rows, ""])
+    return "\n".join([f"## {kind}\n", f"{_count_times(lines):,} in all.\n", *head, *rows, ""])
+
+
+def _count_times(lines: Iterable[Line]) -> int:
+    return sum(line.times for line in lines)
 
 
 def _cell(text: str) -> str:

@@ -37,6 +37,7 @@ def test_lines_become_one_table_a_kind_in_a_fixed_order(
     assert page.index("## Power cut") < page.index("## Clock")
     assert "| any state | 1,600 | recovered | `tests/unit/test_reliability.py` |" in page
     assert "| set \\| back | 7 |" in page
+    assert "| [Power cut](#power-cut) | 1,600 | 1 |\n| [Clock](#clock) | 7 | 1 |\n" in page
     assert main(["reliability.py"]) == 2
 
 
