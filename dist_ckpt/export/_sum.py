@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Final
@@ -12,15 +13,15 @@ from dist_ckpt.errors import CorruptFileError, DigestMismatchError, NotFoundErro
 __all__ = ["check_sum", "read_sum", "write_sum"]
 
 # With its end: a file without one was cut.
-_SUM_LINE: Final = re.compile(rb"([0-9a-f]{64}) [ *]([^\n\0]+)\n")
+_SUM_LINE: Final = re.compile(rb"(\\?)([0-9a-f]{64}) [ *]([^\n\0]+)\n")
 _LIMIT_BYTES: Final = 1 << 16
 
 
 def write_sum(path: Path, digest: str | None = None) -> str:
     """Have ``FILE.sha256`` beside a file; return the sum, computed where it isn't given."""
     found = digest or storage.sha256_file(path)
-    text = f"{found}  {path.name}\n".encode()
-    storage.replace_durable(_beside(path), text)
+    mark, name = _spell(path.name)
+    storage.replace_durable(_beside(path), b"%s%s  %s\n" % (mark, found.encode(), name))
     return found
 
 
@@ -36,7 +37,8 @@ def read_sum(path: Path) -> str | None:
     except NotFoundError:
         return None
     match = _SUM_LINE.fullmatch(data)
-    if match is None or match[2].decode("utf-8", "replace") != path.name:
+    names = (_spell(path.name), (b"", os.fsencode(path.name)))
+    if match is None or (match[1], match[3]) not in names:
         raise CorruptFileError(
             f"{beside} isn't the sum of {path.name} as sha256sum writes it.",
             next_step=f"Make it again: sha256sum {path.name} > {beside.name}",
@@ -44,7 +46,7 @@ def read_sum(path: Path) -> str | None:
             expected=f"<64 hex>  {path.name}",
             found=repr(data[:100]),
         )
-    return match[1].decode()
+    return match[2].decode()
 
 
 def check_sum(path: Path) -> bool:
@@ -69,6 +71,13 @@ def check_sum(path: Path) -> bool:
             found=found,
         )
     return True
+
+
+def _spell(name: str) -> tuple[bytes, bytes]:
+    """Return a name as sha256sum writes it, and the mark that its line begins with then."""
+    raw = os.fsencode(name)
+    spelled = raw.replace(b"\\", rb"\\").replace(b"\n", rb"\n").replace(b"\r", rb"\r")
+    return (b"" if spelled == raw else b"\\"), spelled
 
 
 def _beside(path: Path) -> Path:

@@ -51,12 +51,12 @@ def render_page(
     facts = {"now": gathered.now, "live": live, "void": gathered.void}
     parts = {
         "policy": content_policy(live=live is not None, in_page=True),
-        "title": html.escape(str(gathered.now["run"])),
+        "title": _escape(gathered.now["run"]),
         "styles": "\n".join(map(asset, _STYLES)),
         "scripts": "\n".join(f"<script>{asset(name)}</script>" for name in _SCRIPTS),
         "facts": json_text(facts),
         "story": pack(json_text(gathered.story).encode()),
-        "summary": html.escape(_summary(gathered.now)),
+        "summary": _escape(_summary(gathered.now)),
         "curve": "",
     }
     room = None if every_bit else max(0, _PAGE_CHARS - len(_fill(asset("page.html"), parts)))
@@ -81,7 +81,7 @@ def render_index(runs: list[dict[str, Any]]) -> str:
 
 
 def _index_row(run: dict[str, Any]) -> str:
-    said = {key: html.escape(str(value)) for key, value in run.items()}
+    said = {key: _escape(value) for key, value in run.items()}
     return (
         f'<tr><td><a href="{said["href"]}">{said["name"]}</a></td>'
         f'<td><span class="state {said["state"]}">{said["state"]}</span></td>'
@@ -106,8 +106,16 @@ def content_policy(*, live: bool, in_page: bool) -> str:
 def json_text(value: Any) -> str:
     """Return JSON that can stand inside a script element; a number that isn't finite is null."""
     text = json.dumps(_finite(value), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    text = text.encode("utf-8", "replace").decode()  # a lone surrogate of a file's name
-    return re.sub("[<>&\u2028\u2029]", lambda found: _SPELLED[found[0]], text)
+    return re.sub("[<>&\u2028\u2029]", lambda found: _SPELLED[found[0]], _utf8(text))
+
+
+def _escape(value: object) -> str:
+    return html.escape(_utf8(str(value)))
+
+
+def _utf8(text: str) -> str:
+    """Return a text that can be sent: a file's name may hold a lone surrogate."""
+    return text.encode("utf-8", "replace").decode()
 
 
 @cache

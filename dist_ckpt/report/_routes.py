@@ -59,7 +59,7 @@ def answer(catalog: Catalog, target: str) -> Reply:
         if len(target) > _MAX_TARGET_CHARS:
             return _refusal(414, "usage", "The address is too long.")
         path, _, query = target.partition("?")
-        parts = [unquote(part, errors="strict") for part in path.split("/")[1:]]
+        parts = [unquote(part, errors="surrogateescape") for part in path.split("/")[1:]]
         reply = _route(catalog, parts, query)
     except NotFoundError as error:
         return _refusal(404, error.id, error.message)
@@ -101,7 +101,7 @@ def _home(catalog: Catalog) -> Reply:
 
 
 def _row(name: str, watched: Watched) -> dict[str, Any]:
-    row = {"name": name, "href": f"/run/{quote(name, safe='')}"}
+    row = {"name": name, "href": f"/run/{_path_of(name)}"}
     try:
         view = watched.view()
     except DistCkptError as error:
@@ -120,7 +120,7 @@ def _row(name: str, watched: Watched) -> dict[str, Any]:
 def _page(watched: Watched) -> Reply:
     view = watched.view()
     live = {
-        "url": f"/run/{quote(watched.name, safe='')}/data",
+        "url": f"/run/{_path_of(watched.name)}/data",
         "every_secs": _EVERY_SECS,
         "file": view.file,
         "story": view.token,
@@ -214,6 +214,11 @@ def _samples(watched: Watched) -> Reply:
 def _whole(query: Mapping[str, list[str]], key: str) -> int:
     text = query.get(key, ["0"])[0]
     return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else 0
+
+
+def _path_of(name: str) -> str:
+    """Return a run's name as a part of an address: its very bytes, be they UTF-8 or not."""
+    return quote(name, safe="", errors="surrogateescape")
 
 
 def _json(document: Any) -> Reply:

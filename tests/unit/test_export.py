@@ -29,7 +29,7 @@ from dist_ckpt.errors import (
     StorageError,
     UsageError,
 )
-from dist_ckpt.export import canonical_pieces, export_bin, read_bin, write_bin, write_sum
+from dist_ckpt.export import canonical_pieces, export_bin, read_bin, read_sum, write_bin, write_sum
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.layout import plan_layout
 from dist_ckpt.resume_point import ResumePoint
@@ -72,6 +72,29 @@ def check_sum(path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{path.name}: OK\n"
+
+
+@pytest.mark.parametrize("name", ["b\udcffd", "new\nline\r", "back\\nslash", "plain ü"])
+def test_the_sum_of_a_file_of_any_name_is_sha256sums_own(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"weights")
+    found = write_sum(path)
+    tool = shutil.which("sha256sum")
+    if tool is not None:
+        for words in (["-c", "--strict", f"{name}.sha256"], [name]):
+            done = subprocess.run([tool, *words], cwd=tmp_path, capture_output=True, check=False)
+            assert done.returncode == 0, done.stderr
+        assert done.stdout == path.with_name(f"{name}.sha256").read_bytes()
+    assert read_sum(path) == found
+    path.with_name(f"{name}.sha256").write_bytes(b"%s  other\n" % found.encode())
+    with pytest.raises(CorruptFileError, match="isn't the sum of"):
+        read_sum(path)
+
+
+def test_a_sum_of_a_backslash_that_was_written_as_it_is_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "back\\slash"
+    (tmp_path / "back\\slash.sha256").write_text(f"{'0' * 64}  back\\slash\n")
+    assert read_sum(path) == "0" * 64
 
 
 def cut(part: Part, grids: dict[str, tuple[int, ...]]) -> list[Part]:

@@ -257,6 +257,17 @@ def test_runs_of_one_name_are_told_apart_and_new_ones_show_up(tmp_path: Path) ->
         assert ask_json(server, "/loss/new") == {"points": [[5, 5.0]]}
 
 
+def test_a_run_whose_name_isnt_utf_8_has_its_page(tmp_path: Path) -> None:
+    ended_run(tmp_path, "b\udcffd")
+    ended_run(tmp_path, "other")
+    assert call("report", tmp_path / "b\udcffd", "-o", tmp_path / "page.html").status == 0
+    assert "b?d" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    with serving(tmp_path) as server:
+        assert b'href="/run/b%FFd"' in ask(server, "/")[2]
+        assert b"b?d" in ask(server, "/run/b%FFd")[2]
+        assert ask_json(server, "/run/b%FFd/data")["now"]["last_step"] == 12
+
+
 def test_copies_are_listed_by_their_directories_names(tmp_path: Path) -> None:
     write_run(tmp_path / "run", losses=[(1, 1.0)])
     for number in (1, 2):
