@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from dist_ckpt.lifecycle._fork import Forked, check_fork, fork
 from dist_ckpt.lifecycle._hold import hold_open, hold_run, last_attempt
-from dist_ckpt.lifecycle._new_run import check_target, refuse_half_a_copy, taken
+from dist_ckpt.lifecycle._new_run import (
+    check_target,
+    refuse_half_a_copy,
+    require_room_for_names,
+    taken,
+)
 from dist_ckpt.lifecycle._origin import Origin, find_origin, past_of, pivot_due
 from dist_ckpt.lifecycle._pivot import (
     Pivot,
@@ -68,6 +73,7 @@ __all__ = [
     "read_request",
     "refuse_half_a_copy",
     "remove_request",
+    "require_room_for_names",
     "retire",
     "rewind",
     "settle",

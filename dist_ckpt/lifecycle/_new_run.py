@@ -8,15 +8,28 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 from dist_ckpt import storage
 from dist_ckpt.canonical import parse_step_name
-from dist_ckpt.errors import DistCkptError, NoUsableGenerationError, UsageError
+from dist_ckpt.errors import DistCkptError, NoUsableGenerationError, SettingError, UsageError
 from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.lifecycle._hold import LOCK_NAME
 from dist_ckpt.resume_point import RESUME_POINT_NAME, UNFINISHED_NAME
 
-__all__ = ["check_target", "refuse_half_a_copy", "taken", "workshop"]
+__all__ = [
+    "check_target",
+    "refuse_half_a_copy",
+    "require_room_for_names",
+    "taken",
+    "workshop",
+]
+
+#: What a run's name gets behind it at most, with room for large numbers.
+_LONGEST_SUFFIX: Final = b".journal.jsonl.torn-1000000-1000000"
+#: What may lie below a run directory: archive/LABEL/step_N/FILE or the like.
+_LONGEST_BELOW: Final = 160
+_PATH_MAX: Final = 4096
 
 
 def check_target(source: Path | None, target: Path) -> None:
@@ -27,7 +40,8 @@ def check_target(source: Path | None, target: Path) -> None:
         target: Absolute; nothing is there.
 
     Raises:
-        UsageError: It lies in the source, its name is a generation's, or its parent isn't there.
+        UsageError: It lies in the source, its name is a generation's or too long for a run's, or
+            its parent isn't there.
     """
     if source is not None and Path(os.path.realpath(target)).is_relative_to(
         os.path.realpath(source)
@@ -47,6 +61,35 @@ def check_target(source: Path | None, target: Path) -> None:
             f"{target} can't be a run directory: {why}.",
             next_step="Give another path; its last component is the new run's name.",
             path=str(target),
+        )
+    require_room_for_names(target)
+
+
+def require_room_for_names(run_dir: Path, name: str | None = None) -> None:
+    """Return if every file that this run will ever have can get its name; found out at once.
+
+    Args:
+        run_dir: Absolute; needn't exist.
+        name: What its files begin with, where some are there; None: as the directory is called.
+
+    Raises:
+        SettingError: They can't.
+    """
+    longest = os.fsencode(name or run_dir.name) + _LONGEST_SUFFIX
+    there = run_dir
+    while not storage.exists(there):
+        there = there.parent
+    most = storage.longest_name_bytes(there)
+    over = max(len(longest) - most, len(os.fsencode(run_dir)) + _LONGEST_BELOW - _PATH_MAX)
+    if over > 0:
+        raise SettingError(
+            f"{run_dir} is too long by {over} bytes: the run's own files begin with its name, of "
+            f"which this file system takes {most - len(_LONGEST_SUFFIX)} bytes, and whole paths "
+            f"end at {_PATH_MAX - 1}.",
+            next_step="Give the run directory a shorter name. Files of a run that is there keep "
+            "theirs: `dist-ckpt fork RUN NEW` makes a new one of it.",
+            setting="run_dir",
+            path=str(run_dir),
         )
 
 

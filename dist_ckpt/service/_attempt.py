@@ -20,7 +20,6 @@ from dist_ckpt.errors import (
     DistCkptError,
     ForeignFileError,
     NotFoundError,
-    SettingError,
     StorageError,
 )
 from dist_ckpt.generations import GenerationStore
@@ -34,17 +33,19 @@ from dist_ckpt.history import (
     write_policy,
     write_state,
 )
-from dist_ckpt.lifecycle import Pivot, finish_pivot, last_attempt, refuse_half_a_copy, settle
+from dist_ckpt.lifecycle import (
+    Pivot,
+    finish_pivot,
+    last_attempt,
+    refuse_half_a_copy,
+    require_room_for_names,
+    settle,
+)
 from dist_ckpt.storage import RunLock
 
 __all__ = ["Attempt", "open_attempt"]
 
 _RUN_FILE = "run.json"
-#: What a run's name gets behind it at most, with room for large numbers.
-_LONGEST_SUFFIX = b".journal.jsonl.torn-1000000-1000000"
-#: What may lie below a run directory: archive/LABEL/step_N/FILE or the like.
-_LONGEST_BELOW = 160
-_PATH_MAX = 4096
 
 
 @dataclass
@@ -199,11 +200,11 @@ def _start(
             "dist-ckpt import FILE.bin RUN -- COMMAND",
             path=str(run_dir),
         )
-    _require_room_for_names(run_dir)
+    require_room_for_names(run_dir)
     refuse_half_a_copy(store)
     store.create()
     name = run_name(run_dir)
-    _require_room_for_names(run_dir, name)
+    require_room_for_names(run_dir, name)
     holder: dict[str, Any] = {
         "pid": os.getpid(),
         "start_time": announce.process_start_time(os.getpid()),
@@ -257,25 +258,6 @@ def _how_started() -> dict[str, Any]:
         "agent_pid": agent,
         "agent_start_time": None if agent is None else announce.process_start_time(agent),
     }
-
-
-def _require_room_for_names(run_dir: Path, name: str | None = None) -> None:
-    """Return if every file that this run will ever have can get its name; found out at once."""
-    longest = os.fsencode(name or run_dir.name) + _LONGEST_SUFFIX
-    there = run_dir
-    while not storage.exists(there):
-        there = there.parent
-    most = storage.longest_name_bytes(there)
-    over = max(len(longest) - most, len(os.fsencode(run_dir)) + _LONGEST_BELOW - _PATH_MAX)
-    if over > 0:
-        raise SettingError(
-            f"{run_dir} is too long by {over} bytes: the run's own files begin with its name, of "
-            f"which this file system takes {most - len(_LONGEST_SUFFIX)} bytes, and whole paths "
-            f"end at {_PATH_MAX - 1}.",
-            next_step="Give the run directory a shorter name.",
-            setting="run_dir",
-            path=str(run_dir),
-        )
 
 
 def _write_run_file(run_dir: Path, facts: Mapping[str, Any]) -> None:
