@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -36,7 +37,11 @@ def pin(
     lifecycle.settle(run_dir_of(run))  # a pin of what a power cut takes away keeps nothing
     store = GenerationStore(run_dir_of(run))
     if reason is None:
+        from dist_ckpt import shipping  # noqa: PLC0415 - no other command here needs it
+
         reason = store.pins().get(generation.step, "")
+        if shipping.is_shipments_pin(reason):  # kept as it is, the pin would go with the shipment
+            reason = ""
     store.pin(generation.step, reason)
     document = {"run": run.name, "step": generation.step, "pinned": True, "reason": reason}
     why = f": {plain(reason)}" if reason else ""
@@ -99,6 +104,7 @@ def prune(
             store.clean()
             verdicts = lifecycle.judge(store, retention)
             gone, bins = lifecycle.retire(store, verdicts, history.journal.append)
+            verdicts = [_as_it_went(verdict, gone) for verdict in verdicts]
     document = {
         "run": found.name,
         "path": str(found.path),
@@ -109,6 +115,14 @@ def prune(
         "dry_run": dry_run,
     }
     return Answer(document, lambda: _tell(found, retention, verdicts, dry_run=dry_run))
+
+
+def _as_it_went(verdict: Verdict, gone: Sequence[int]) -> Verdict:
+    """Return what became of a generation: one that should go stays if it was pinned meanwhile."""
+    if verdict.keep or verdict.step in gone:
+        return verdict
+    told = replace(verdict, keep=True, reason="pinned", why="pinned meanwhile")
+    return told if told.bin is None else replace(told, bin="keep")
 
 
 def _retention(run: Run, given: Mapping[str, str | None]) -> Retention:

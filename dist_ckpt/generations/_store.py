@@ -161,6 +161,17 @@ class GenerationStore(StoredGenerations):
             storage.replace_durable(self.run_dir / PINS_NAME, encode_pins(rest))
         return True
 
+    def repin(self, step: int, change: Callable[[str | None], str | None]) -> None:
+        """Have what ``change`` makes of a pin's reason, None for no pin; nobody else pins then."""
+        with self._holding_pins():
+            was = self.pins().get(step)
+            if (reason := change(was)) != was:
+                id_ = self.manifest(step).id
+                pins = self._read_pins().without(step, id_)
+                if reason is not None:
+                    pins = pins.with_pin(step, id_, reason)
+                storage.replace_durable(self.run_dir / PINS_NAME, encode_pins(pins))
+
     @contextlib.contextmanager
     def _holding_pins(self) -> Iterator[None]:
         lock = storage.RunLock(self.run_dir / "pins.lock")

@@ -9,5 +9,15 @@ from __future__ import annotations
 
 from dist_ckpt.shipping._place import Place, parse_place
 from dist_ckpt.shipping._ship import Plan, Shipped, plan_shipment, ship, work_bytes
+from dist_ckpt.shipping._source import is_shipments_pin
 
-__all__ = ["Place", "Plan", "Shipped", "parse_place", "plan_shipment", "ship", "work_bytes"]
+__all__ = [
+    "Place",
+    "Plan",
+    "Shipped",
+    "is_shipments_pin",
+    "parse_place",
+    "plan_shipment",
+    "ship",
+    "work_bytes",
+]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import unicodedata
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -32,6 +33,7 @@ __all__ = [
     "Contents",
     "bin_items",
     "folder_name",
+    "is_shipped_event",
     "list_contents",
     "resume_point_content",
 ]
@@ -40,6 +42,7 @@ __all__ = [
 ABOUT: Final = "shipped"
 #: Event with which the copy's journal begins.
 ARRIVED: Final = "arrived"
+_BY: Final = "ship"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +68,14 @@ def folder_name(point: ResumePoint, run: str) -> str:
     """Return the name of the shipped folder.
 
     Raises:
-        UsageError: The run's name can't be part of one.
+        UsageError: The run's name can't be part of one, nor of the texts that tell of it: no line
+            holds a line break, no key of a store bytes that aren't UTF-8.
     """
-    if not run or "/" in run or "\0" in run or run.startswith("."):
+    is_text = all(unicodedata.category(character) not in ("Cc", "Cs") for character in run)
+    if not run or "/" in run or not is_text or run.startswith("."):
         raise UsageError(
-            f"A run called {run!r} can't be shipped: a folder is named after it.",
-            next_step="Rename the run directory and its files.",
+            f"A run called {run!r} can't be shipped: a folder and texts are named after it.",
+            next_step="Make a run of another name of it, and ship that: `dist-ckpt fork RUN NEW`.",
             found=run,
         )
     return f"{run}-{step_name(point.step)}"
@@ -165,13 +170,18 @@ def _arrived(point: ResumePoint, origin: Origin, num_losses: int, pivot: Pivot |
         return arrived
     told: dict[str, Any] = {
         "id": pivot.id,
-        "by": "ship",
+        "by": _BY,
         "archive": None,
         "archived": [],
         "policy": pivot.policy,
         "previous": pivot.previous,
     }
     return arrived + encode_event("pivot", point.step, told, when=point.time, attempt=0)
+
+
+def is_shipped_event(event: Mapping[str, Any]) -> bool:
+    """Return whether an event of the copy's journal came with the shipment, see `_arrived`."""
+    return event.get("event") == ARRIVED or event.get("by") == _BY
 
 
 def _settings(point: ResumePoint, origin: Origin, run: str, pivot: Pivot | None) -> list[Content]:

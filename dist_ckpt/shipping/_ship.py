@@ -91,7 +91,7 @@ def plan_shipment(generation: Generation, run: str, place: Place, *, with_bin: b
     origin = find_origin(generation.store, point.step)
     check_place(place, origin)
     folder = open_folder(place, folder_name(point, run))
-    is_begun = check_folder(folder, point)
+    is_begun = check_folder(folder, point, run)
     contents = list_contents(generation, origin, run, with_bin=with_bin)
     files = _sizes(contents, generation)
     there = [name for name, size in files.items() if is_begun and folder.size(name) == size]
@@ -146,7 +146,7 @@ def ship(
     origin = find_origin(generation.store, point.step)
     check_place(place, origin)
     folder = open_folder(place, folder_name(point, run))
-    is_continued = check_folder(folder, point)
+    is_continued = check_folder(folder, point, run)
     pin = SourcePin(origin, folder.label)
     pin.take()
     marker = content_of_bytes(MARKER, encode_marker(point, run))
@@ -158,7 +158,7 @@ def ship(
             point, run, folder.label,
             is_url=place.path is None, command=train_command, has_bin=contents.no_bin is None,
         )  # fmt: skip
-        items.append(measure(content_of_bytes(RESTORE, guide.encode()), untold))
+        items.append(measure(content_of_bytes(RESTORE, guide), untold))
         items.append(measure(content_of_bytes(SUMS, encode_sums(items)), untold))
         if folder.home is not None:  # no store tells its room
             folder.check_room(_missing_bytes(folder, items) + _SMALL_BYTES)

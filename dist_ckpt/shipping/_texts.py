@@ -74,8 +74,11 @@ def restore_text(
     is_url: bool,
     command: Sequence[str],
     has_bin: bool,
-) -> str:
-    """Return how to train on from the shipped folder, with the exact commands."""
+) -> bytes:
+    """Return how to train on from the shipped folder, with the exact commands.
+
+    A place may have any name: its bytes stand in the commands as they are.
+    """
     home = shlex.quote(f"runs/{run}")
     source = shlex.quote(label)
     fetch = f"cp -a {source} {home}"
@@ -94,7 +97,7 @@ def restore_text(
         if has_bin
         else "There is no `.bin`."
     )
-    return f"""# {run}, step {point.step}: train on from here
+    text = f"""# {run}, step {point.step}: train on from here
 
 This folder is a run directory with one resume point, `{point.id}`, saved by {ranks}: weights,
 optimizer, schedule, random state and the place in the data. Nothing of the machine that it came
@@ -135,6 +138,7 @@ data or another model are refused, and the error says what differs:
 The losses up to step {point.step} are in `{run}.loss.json`. `shipped/` holds the configuration, the
 identities and the journal of the old run, to be read by people. {bin_line}
 """
+    return text.encode("utf-8", "surrogateescape")
 
 
 def _is_short(command: Sequence[str]) -> bool:
@@ -150,7 +154,8 @@ def _identity(point: ResumePoint) -> str:
     data = identity.get("data")
     lines = ["| what | was |", "|---|---|"]
     if isinstance(code, dict):
-        lines.append(f"| program | `{code.get('path')}`, git {code.get('git') or 'unknown'} |")
+        program, git = _cell(code.get("path")), _cell(code.get("git") or "unknown")
+        lines.append(f"| program | `{program}`, git {git} |")
     lines.append(f"| data | {_spell(data)} |")
     if isinstance(versions, dict):
         lines.append(f"| versions | {_spell(versions)} |")
@@ -161,4 +166,10 @@ def _spell(value: Any) -> str:
     if not isinstance(value, dict):
         return "unknown"
     told = ", ".join(f"{key} {item}" for key, item in value.items() if item is not None)
-    return told.replace("|", "/") or "unknown"
+    return _cell(told) or "unknown"
+
+
+def _cell(value: Any) -> str:
+    """Return what may stand in a table: on one line, and nothing that isn't UTF-8."""
+    text = " ".join(str(value).replace("|", "/").split())
+    return text.encode("utf-8", "backslashreplace").decode()

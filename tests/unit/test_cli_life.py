@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import dist_ckpt
+from dist_ckpt import lifecycle
 from dist_ckpt.errors import LockedError, StorageError
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.history import read_journal, read_loss, read_samples
@@ -21,6 +22,7 @@ from dist_ckpt.storage import use_ops
 from helpers.faulty_ops import Fault, FaultyOps
 from helpers.generating import change_byte
 from helpers.run_dirs import (
+    Called,
     call,
     ended_run,
     killed_run,
@@ -223,6 +225,25 @@ def test_a_fork_replaces_nothing_and_takes_nothing_that_is_not_whole(tmp_path: P
     assert called.status == 1
     assert "was changed" in called.err or "digest" in called.err
     assert sorted(path.name for path in tmp_path.iterdir()) == [parent.name, "there"]
+
+
+@pytest.mark.parametrize("command", ["fork", "reshard"])
+def test_a_name_that_training_would_refuse_makes_no_run(tmp_path: Path, command: str) -> None:
+    """Renaming the directory wouldn't help: the run's files keep the name."""
+    parent = ended_run(tmp_path)
+    suffix = len(".journal.jsonl.torn-1000000-1000000")
+    most = tmp_path / ("n" * (os.statvfs(tmp_path).f_namemax - suffix))
+    more = tmp_path / f"{most.name}{'n' * 12}"
+
+    def make(target: Path) -> Called:
+        to = [target] if command == "fork" else ["--world-size", "1", "-o", target]
+        return call(command, f"{parent}@8", *to, "--json")
+
+    refused = make(more)
+    assert (refused.status, refused.json["error"]["id"]) == (2, "setting")
+    assert "is too long by 12 bytes" in refused.json["error"]["message"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [parent.name]
+    assert make(most).status == 0
 
 
 def test_where_the_file_system_can_share_nothing_a_fork_copies(tmp_path: Path) -> None:
@@ -560,3 +581,30 @@ def test_a_generation_that_is_pinned_while_it_is_being_retired_stays(tmp_path: P
     assert store.retire(4) is False  # waited for the one that pins
     thread.join(20)
     assert steps(run_dir) == [4, 8, 12]
+
+
+def test_prune_tells_what_really_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = ended_run(tmp_path)
+    judge = lifecycle.judge
+
+    def judge_and_pin(store: GenerationStore, *others: Any) -> Any:
+        verdicts = judge(store, *others)
+        store.pin(8, "late")
+        return verdicts
+
+    monkeypatch.setattr(lifecycle, "judge", judge_and_pin)
+    called = call("prune", run_dir, "--keep-last", "1")
+    assert steps(run_dir) == [8, 12]
+    rows = {line.split()[0]: line for line in called.out.splitlines()}
+    assert ("stays" in rows["8"], "pinned meanwhile" in rows["8"]) == (True, True)
+    assert "went" not in rows["8"]
+    assert " went " in rows["4"]
+    store = GenerationStore(run_dir)
+    assert called.out.splitlines()[-1].startswith("1 of 3 went, ")
+    assert store.bin_path(8).exists()
+
+    store.unpin(8)
+    document = call("prune", run_dir, "--keep-last", "1", "--json").json
+    assert (document["removed"], document["bins_removed"]) == ([], [])
+    told = [(row["step"], row["keep"], row["reason"]) for row in document["generations"]]
+    assert told == [(8, True, "pinned"), (12, True, "keep_last")]

@@ -18,20 +18,28 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 import dist_ckpt
-from dist_ckpt import storage
+from dist_ckpt import lifecycle, storage
 from dist_ckpt.canonical import bin_size
 from dist_ckpt.capture import Captured
 from dist_ckpt.errors import NoSpaceError, UsageError
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.history import read_journal, read_loss
 from dist_ckpt.runs import open_run, pivot_run
-from dist_ckpt.shipping import parse_place
+from dist_ckpt.shipping import parse_place, ship
 from dist_ckpt.storage import use_ops
 from helpers.faulty_ops import Fault, FaultyOps, faults_environment, read_strikes
 from helpers.generating import adam_part, change_byte, part_of, write_generation
 from helpers.pivoting import Training
 from helpers.reliability import record_fault
-from helpers.run_dirs import call, ended_run, killed_run, options_of, snapshot_of, spawn
+from helpers.run_dirs import (
+    call,
+    ended_run,
+    killed_run,
+    options_of,
+    snapshot_of,
+    spawn,
+    write_manifest,
+)
 from helpers.trainers import ROOT, final, train
 
 FOLDER = "small-step_000012"
@@ -229,6 +237,44 @@ def test_what_was_pinned_before_stays_pinned(tmp_path: Path) -> None:
     assert pins(run_dir) == {12: "for the paper"}
 
 
+def test_what_is_pinned_while_it_is_shipped_stays_pinned(tmp_path: Path) -> None:
+    run_dir = ended_run(tmp_path)
+    seen: list[str] = []
+
+    def meanwhile(_num_bytes: int) -> None:
+        if not seen:
+            seen.append(pins(run_dir)[12])
+            assert call("pin", f"{run_dir}@12").status == 0
+
+    ship(open_run(run_dir).generation(12), "small", parse_place(str(tmp_path)), progress=meanwhile)
+    assert seen == [f"being shipped to {tmp_path / FOLDER}"]
+    assert pins(run_dir) == {12: ""}
+
+
+def test_of_two_shipments_at_once_each_keeps_the_generation_until_it_has_ended(
+    tmp_path: Path,
+) -> None:
+    run_dir, first, second = ended_run(tmp_path), tmp_path / "a", tmp_path / "b"
+    both = f"being shipped to {first / FOLDER}; being shipped to {second / FOLDER}"
+    ops = FaultyOps(Fault("pwrite", path=".tmp-ship-rank_00000.state", error="ENOSPC"))
+    seen: list[str] = []
+
+    def meanwhile(_num_bytes: int) -> None:
+        if not seen:
+            seen.append(pins(run_dir)[12])
+            with use_ops(ops):
+                assert call("ship", run_dir, second).status == 2
+            seen.append(pins(run_dir)[12])
+
+    generation = open_run(run_dir).generation(12)
+    ship(generation, "small", parse_place(str(first)), progress=meanwhile)
+    assert seen == [f"being shipped to {first / FOLDER}", both]
+    assert ops.struck == 1
+    assert pins(run_dir) == {12: f"being shipped to {second / FOLDER}"}
+    assert call("ship", run_dir, second).status == 0
+    assert pins(run_dir) == {}
+
+
 # what goes wrong
 
 
@@ -403,8 +449,29 @@ def test_nothing_that_is_there_is_replaced(tmp_path: Path) -> None:
     before = (folder / "small.loss.json").read_bytes()
     called = call("ship", run_dir, away)
     assert called.status == 2
-    assert "Training has gone on in" in called.err
+    assert f"The run has gone on in {folder} (run.json is there)" in called.err
     assert (folder / "small.loss.json").read_bytes() == before
+
+
+def test_a_copy_that_only_was_forked_is_still_one_and_one_that_was_worked_on_isnt(
+    tmp_path: Path,
+) -> None:
+    run_dir, away = ended_run(tmp_path), tmp_path / "away"
+    assert call("ship", run_dir, away).status == 0
+    folder = away / FOLDER
+    assert call("fork", folder, tmp_path / "branch").status == 0
+    assert (folder / "run.lock").exists()
+    document = call("ship", run_dir, away, "--json").json
+    assert (document["sent"], document["found_wrong"]) == ([], [])
+
+    with lifecycle.hold_run(folder, "fork"):
+        held = call("ship", run_dir, away)
+    assert (held.status, "(run.lock is held)" in held.err) == (2, True)
+    assert call("pivot", folder).status == 0
+    before = (folder / "small.journal.jsonl").read_bytes()
+    called = call("ship", run_dir, away)
+    assert (called.status, "its journal tells of `pivot`" in called.err) == (2, True)
+    assert (folder / "small.journal.jsonl").read_bytes() == before
 
 
 def test_a_destination_inside_the_run_is_refused(tmp_path: Path) -> None:
@@ -415,6 +482,46 @@ def test_a_destination_inside_the_run_is_refused(tmp_path: Path) -> None:
         assert called.status == 2
         assert "lies inside the run" in called.err
     assert snapshot_of(run_dir) == before
+
+
+@pytest.mark.parametrize("name", ["b\udcffd", "new\nline"])
+def test_a_run_whose_name_no_text_can_hold_is_refused_and_its_fork_is_shipped(
+    tmp_path: Path, name: str
+) -> None:
+    run_dir, away = ended_run(tmp_path, name), tmp_path / "away"
+    before = snapshot_of(run_dir)
+    for words in (["--json"], ["-n", "--json"]):
+        called = call("ship", run_dir, away, *words)
+        assert (called.status, called.json["error"]["id"]) == (2, "usage")
+        assert "can't be shipped" in called.json["error"]["message"]
+    assert not away.exists()
+    assert snapshot_of(run_dir) == before
+    assert call("fork", run_dir, tmp_path / "small").status == 0
+    assert call("ship", tmp_path / "small", away).status == 0
+
+
+def test_names_that_are_odd_and_lines_of_text_come_back_by_the_pages_own_commands(
+    tmp_path: Path,
+) -> None:
+    run_dir, away = ended_run(tmp_path, "back\\slash ü'"), tmp_path / "a\udcff\nb"
+    point = GenerationStore(run_dir).manifest(12)
+    code = {"path": "tr\udcff|ain\n.py", "git": None}
+    write_manifest(run_dir / HOME, point, identity={**point.identity, "code": code})
+    assert call("ship", run_dir, away).status == 0
+    (folder,) = away.iterdir()
+    page = (folder / "RESTORE.md").read_bytes().decode("utf-8", "surrogateescape")
+    assert "| program | `tr\\udcff/ain .py`, git unknown |" in page
+    fetch, check = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)[:2]
+    sums = check.splitlines()[0]
+    for said, status in ((fetch + sums, 0), (f"echo >> {HOME}/rank_00000.state; {sums}", 1)):
+        done = subprocess.run(
+            ["/bin/bash", "-euc", said.replace(HOME, f"runs/*/{HOME}") if status else said],
+            cwd=tmp_path,
+            capture_output=True,
+            check=False,
+            timeout=60,
+        )
+        assert done.returncode == status, done.stderr
 
 
 def test_a_protocol_that_nobody_knows_is_named(tmp_path: Path) -> None:
