@@ -223,7 +223,7 @@ class LiveObjects:
         return [live.spec for live in list_tensors(view, states, SpecCache(check=False))]
 
     def only_steps_change_weights(self) -> bool:
-        """Return whether nothing but the optimizers' steps changes what they own.
+        """Return whether nothing in the modules themselves changes what optimizers update.
 
         False where a module renormalises its own weights in forward (``max_norm``).
         """

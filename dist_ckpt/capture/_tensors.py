@@ -30,7 +30,15 @@ class SpecCache:
         self._specs: dict[str, tuple[TensorSpec, object, torch.dtype, torch.Size, bool]] = {}
         self._names: dict[str, str] = {}
 
-    def live(self, key: str, role: Role, tensor: torch.Tensor, param: str | None) -> LiveTensor:
+    def live(
+        self,
+        key: str,
+        role: Role,
+        tensor: torch.Tensor,
+        param: str | None,
+        *,
+        is_updated: bool = True,
+    ) -> LiveTensor:
         """Return ``tensor`` with its spec, detached; of a DTensor this rank's part.
 
         Raises:
@@ -48,7 +56,7 @@ class SpecCache:
             known = self._specs[key] = self._describe(key, role, tensor, param)
         if known[4] or tensor.requires_grad:
             tensor = local_of(tensor)
-        return LiveTensor(known[0], tensor)
+        return LiveTensor(known[0], tensor, is_updated)
 
     def _describe(
         self, key: str, role: Role, tensor: torch.Tensor, param: str | None
@@ -82,8 +90,15 @@ def list_tensors(view: ModelView, states: OptimizerStates, specs: SpecCache) -> 
 
     Each group is in canonical order of the parameters, other state by path within a parameter.
     """
+    # Optimizers hold frozen parameters too (MoCo's averaged encoder), and pass them over.
     weights = [
-        specs.live(f"model/{specs.component(name)}", Role.WEIGHT, parameter, name)
+        specs.live(
+            f"model/{specs.component(name)}",
+            Role.WEIGHT,
+            parameter,
+            name,
+            is_updated=name in states.owners and parameter.requires_grad,
+        )
         for name, parameter in view.parameters.items()
     ]
     firsts: list[LiveTensor] = []
@@ -107,6 +122,7 @@ def list_tensors(view: ModelView, states: OptimizerStates, specs: SpecCache) -> 
             Role.SHARED_BUFFER if is_sharded(buffer) else Role.BUFFER,
             buffer,
             None,
+            is_updated=False,
         )
         for name, buffer in view.buffers.items()
     ]

@@ -51,10 +51,12 @@ class LiveTensor:
         tensor: What this rank holds of it: the boxes of ``spec``, side by side where there are
             several. Detached, sharing memory with the live object; any device, maybe not
             contiguous.
+        is_updated: An optimizer updates it, and nothing else is meant to.
     """
 
     spec: TensorSpec
     tensor: torch.Tensor
+    is_updated: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from dist_ckpt.capture import LiveTensor
 from dist_ckpt.collecting import without_collection
 from dist_ckpt.errors import StorageError
 from dist_ckpt.layout import Layout, Owned, RankLayout
-from dist_ckpt.slices import Role, dtype_size
+from dist_ckpt.slices import dtype_size
 from dist_ckpt.staging._compose import Composed, RankValues, compose
 from dist_ckpt.staging._known_copy import KnownCopy
 from dist_ckpt.staging._moves import LARGE_BYTES, Moves, is_plain
@@ -33,16 +33,14 @@ __all__ = ["Staging", "torch_dtype"]
 #: Room for values whose size is known at the save only (RNG, cursor, user's state); grows when it
 #: must.
 _SLACK_BYTES = 1 << 20
-#: What a forward changes, too: never copied while the next one runs.
-_BUFFERS = (Role.BUFFER, Role.SHARED_BUFFER)
 
 
 class Staging:
     """Owns the arena; turns live tensors into the bytes of this rank's files.
 
     Args:
-        overlap: Copies what the optimizer owns during the next step (CUDA), None where everything
-            is copied at the boundary.
+        overlap: Copies what an optimizer updates during the next step (CUDA), None where
+            everything is copied at the boundary.
         warn: Told once where there is no memory for an arena; saves stream then, blocking.
     """
 
@@ -155,8 +153,8 @@ class Staging:
     ) -> Writable:
         """Copy one instant into the arena.
 
-        Everything is copied when this returns, except, with ``may_overlap`` on CUDA, what only the
-        optimizer changes: that is copied before the optimizer's next update, and ``wait`` of what
+        Everything is copied when this returns, except, with ``may_overlap`` on CUDA, what an
+        optimizer updates: that is copied before the optimizer's next update, and ``wait`` of what
         is returned waits for it. Where there is no memory for an arena nothing is copied: what is
         returned ``blocks``.
 
@@ -209,13 +207,16 @@ class Staging:
             return
         live: Mapping[str, LiveTensor] = {item.spec.key: item for item in tensors}
         later: list[tuple[torch.Tensor, torch.Tensor]] = []
+        keys: list[str] = []
         moves = Moves()
         with torch.no_grad():
             for owned, target in self._targets:
                 item = live[owned.key]
                 source = part_of(item.tensor, item.spec.boxes, owned.box)
-                if overlap is not None and owned.role not in _BUFFERS and source.is_cuda:
+                # What no optimizer updates a forward may change: buffers, averaged encoders.
+                if overlap is not None and item.is_updated and source.is_cuda:
                     later.append((target, source))
+                    keys.append(owned.key)
                 elif not is_plain(source, target):
                     target.copy_(source)
                 elif target.nbytes < LARGE_BYTES:
@@ -224,7 +225,7 @@ class Staging:
                     moves.add(target, source)
         moves.run()
         if overlap is not None:
-            overlap.start(later)
+            overlap.start(later, keys)
 
 
 def _pages(num_bytes: int) -> int:

@@ -3,15 +3,18 @@
 What only the optimizer changes stays as it is until its next step. So the copy runs on a side
 stream, and a hook that the optimizer calls before its step makes the training stream (not the host)
 wait for it. The hook is also the proof: if none has fired by the next boundary (CUDA graphs, an
-optimizer inside backward), nobody knows what was copied, and the copy counts as dropped.
+optimizer inside backward), nobody knows what was copied, and the copy counts as dropped. So it does
+where torch has counted a write into a tensor between the beginning of the copy and the hook; a
+script that does that once will do it again, and nothing overlaps any more.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -22,6 +25,9 @@ __all__ = ["CudaStreams", "Overlap", "Streams"]
 
 #: So many dropped copies in a row turn overlap off.
 _PATIENCE = 3
+_NO_HOOK = "the optimizer's pre-step hook didn't fire"
+
+_Mark: TypeAlias = "list[tuple[torch.device, torch.cuda.Event]]"
 
 
 class Streams(Protocol):
@@ -38,30 +44,47 @@ class Streams(Protocol):
 
 
 class CudaStreams:
-    """One side stream of the current CUDA device."""
+    """One side stream of each CUDA device that something is copied from.
+
+    torch queues a copy on a stream of the tensor's own device, whatever device is the current one.
+    """
 
     def __init__(self) -> None:
-        self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._sides: dict[torch.device, torch.cuda.Stream] = {}
 
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
-        """Queue the copies on the side stream, behind what the current stream has queued."""
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-                # The allocator must not hand this memory out while the side stream reads it.
-                source.record_stream(self._side)
-        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        mark.record(self._side)
-        return mark
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> _Mark:
+        """Queue the copies on side streams, behind what their devices' current streams have."""
+        by_device = defaultdict(list)
+        for target, source in pairs:
+            by_device[source.device].append((target, source))
+        marks: _Mark = []
+        for device, group in by_device.items():
+            side = self._side(device)
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):
+                for target, source in group:
+                    target.copy_(source, non_blocking=True)
+                    # The allocator must not hand this memory out while the side stream reads it.
+                    source.record_stream(side)
+                mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                mark.record(side)
+            marks.append((device, mark))
+        return marks
 
-    def hold(self, mark: torch.cuda.Event) -> None:
-        """Make the current stream wait for the mark."""
-        torch.cuda.current_stream().wait_event(mark)
+    def _side(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._sides:
+            self._sides[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._sides[device]
 
-    def wait(self, mark: torch.cuda.Event) -> None:
+    def hold(self, mark: _Mark) -> None:
+        """Make each device's current stream wait for the copies from that device."""
+        for device, event in mark:
+            torch.cuda.current_stream(device).wait_event(event)
+
+    def wait(self, mark: _Mark) -> None:
         """Wait on the host."""
-        mark.synchronize()
+        for _, event in mark:
+            event.synchronize()
 
 
 class Overlap:
@@ -76,6 +99,9 @@ class Overlap:
         self._streams = streams
         self._hooks = [opt.register_step_pre_hook(self._before_step) for opt in optimizers]
         self._mark: Any = None
+        self._watched: list[tuple[str, torch.Tensor, int]] = []
+        self._is_off = False
+        self._changed: str | None = None
         self._settled = threading.Event()
         self._settled.set()
         self._fenced = False
@@ -85,20 +111,47 @@ class Overlap:
 
     @property
     def is_on(self) -> bool:
-        """False once several copies in a row had to be dropped."""
-        return self._dropped < _PATIENCE
+        """False once several copies in a row had to be dropped, or one that was written into."""
+        return not self._is_off
 
-    def start(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Queue the copies of one instant; the one before must be settled."""
+    def start(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], keys: Sequence[str] = ()
+    ) -> None:
+        """Queue the copies of one instant; the one before must be settled.
+
+        Args:
+            pairs: Where each is copied to, and from.
+            keys: What the tensors are called, for the warning; none or as many as pairs.
+        """
+        names = keys or ["a tensor"] * len(pairs)
+        sources = [source for _, source in pairs]
         self._mark = self._streams.copy(pairs)
+        self._watched = [(k, s, _writes(s)) for k, s in zip(names, sources, strict=True)]
         self._fenced = False
+        self._changed = None
         self._settled.clear()
 
     def _before_step(self, *_: Any) -> None:
         if not self._settled.is_set():
             self._streams.hold(self._mark)
-            self._has_fired = self._fenced = True
-            self._settled.set()
+            self._has_fired = True
+            # One that was written into is left to the next boundary, which makes it again.
+            if self._is_untouched():
+                self._end(fenced=True)
+
+    def _is_untouched(self) -> bool:
+        """Return whether nothing has been written since the start, as far as torch counts it."""
+        if self._changed is None:
+            for key, source, writes in self._watched:
+                if _writes(source) != writes:
+                    self._changed = f"{key} was changed before the optimizer's step"
+                    break
+        return self._changed is None
+
+    def _end(self, *, fenced: bool) -> None:
+        self._fenced = fenced
+        self._watched = []
+        self._settled.set()
 
     def settle(self) -> bool:
         """At the next boundary: return whether the copy stands; if not, it counts as dropped."""
@@ -108,12 +161,13 @@ class Overlap:
         # It may still be writing into the arena, where the next copy goes.
         self._streams.wait(self._mark)
         self._dropped += 1
-        self._settled.set()
-        if not self.is_on:
+        self._is_off = self._changed is not None or self._dropped >= _PATIENCE
+        self._end(fenced=False)
+        if self._is_off:
+            no_hook = f"the optimizer's pre-step hook hasn't fired for {_PATIENCE} saves"
+            why = self._changed or no_hook
             warnings.warn(
-                "dist_ckpt: the optimizer's pre-step hook hasn't fired for "
-                f"{_PATIENCE} saves; saves copy at the boundary from now on.",
-                stacklevel=2,
+                f"dist_ckpt: {why}; saves copy at the boundary from now on.", stacklevel=2
             )
         return False
 
@@ -125,8 +179,7 @@ class Overlap:
         """
         if not self._settled.is_set():
             self._streams.wait(self._mark)
-            self._fenced = self._has_fired
-            self._settled.set()
+            self._end(fenced=self._has_fired and self._is_untouched())
 
     def wait(self, timeout_secs: float) -> None:
         """Return once the copy is whole and of one instant; background thread.
@@ -141,7 +194,7 @@ class Overlap:
             )
         if not self._fenced:
             raise JobError(
-                "The copy was dropped: the optimizer's pre-step hook didn't fire.",
+                f"The copy was dropped: {self._changed or _NO_HOOK}.",
                 next_step="It is made again at this boundary.",
             )
         self._streams.wait(self._mark)
@@ -175,3 +228,8 @@ class Overlap:
             hook.remove()
         self._hooks = []
         self.unpin()
+
+
+def _writes(tensor: torch.Tensor) -> int:
+    """Return how many writes into the memory torch has counted, through any of its views."""
+    return tensor._version  # noqa: SLF001 - autograd's own count; there is no public name
