@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dist_ckpt.capture import (
     Generator,
     check_stateful,
+    cuda_devices,
     encode_rng,
     load_stateful,
     restore_rng,
@@ -130,8 +131,9 @@ def _put_back(model: nn.Module, data: Any, generators: dict[str, Generator]) -> 
         check_stateful("data", data)
         # Some hand out the very objects that they go on with.
         place = copy.deepcopy(state_of("data", data))
-    rng = encode_rng(generators)
     tensors = [*model.parameters(), *model.buffers()]
+    devices = cuda_devices(tensors)
+    rng = encode_rng(generators, devices)
     held = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
     extra = [
         (module, copy.deepcopy(module.get_extra_state()))
@@ -150,4 +152,4 @@ def _put_back(model: nn.Module, data: Any, generators: dict[str, Generator]) -> 
             module.set_extra_state(state)
         if data is not None:
             load_stateful("data", data, place)
-        restore_rng(rng, generators)  # last: what loads may draw
+        restore_rng(rng, generators, devices)  # last: what loads may draw

@@ -16,7 +16,7 @@ from dist_ckpt.capture._merge import (
     with_values,
 )
 from dist_ckpt.capture._parts import check_stateful, load_stateful, state_of
-from dist_ckpt.capture._rng import Generator, encode_rng, restore_rng
+from dist_ckpt.capture._rng import Generator, cuda_devices, encode_rng, restore_rng
 from dist_ckpt.capture._schema import check_rank, check_shared
 from dist_ckpt.capture._sharding import is_sharded, local_of, parts_of
 from dist_ckpt.capture._values import LiveTensor, Stateful, Structure
@@ -30,6 +30,7 @@ __all__ = [
     "check_rank",
     "check_shared",
     "check_stateful",
+    "cuda_devices",
     "encode_rng",
     "frame_of",
     "is_sharded",

@@ -258,4 +258,5 @@ class Captured(LiveObjects):
         check_parts(words[0], words[1], found, accept=accept)
         found.raise_if_any()
         skip = {name for name in live if is_accepted(f"generators.{name}", accept)}
-        self.notes += restore_rng(values["rng"], live, skip=skip)
+        devices = self._cuda_devices(self._view())
+        self.notes += restore_rng(values["rng"], live, devices, skip=skip)

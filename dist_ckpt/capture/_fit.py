@@ -272,9 +272,11 @@ class StatePlan:
             if tensor is not None and tensor.dtype == dtype and tuple(tensor.shape) == shape:
                 return tensor
         parameter = self.view.parameters[name]
-        if shape and shape == tuple(parameter.shape):
-            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         owner = self.states.owners[name]
+        if shape and shape == tuple(parameter.shape):
+            is_offloaded = self.homes.get(owner, {}).get(path) == "host"
+            device = "cpu" if is_offloaded and not is_sharded(parameter) else None
+            return torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
         if shape and is_sharded(parameter):
             # As torch makes it there: Adafactor's rows and columns are whole on every rank.
             whole: torch.Tensor = parameter.detach().new_empty(shape, dtype=dtype)

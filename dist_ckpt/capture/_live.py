@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -28,7 +29,7 @@ from dist_ckpt.capture._parts import (
     stateful_kind,
     words_of,
 )
-from dist_ckpt.capture._rng import Generator, draw_rng, encode_rng
+from dist_ckpt.capture._rng import Generator, cuda_devices, draw_rng, encode_rng
 from dist_ckpt.capture._sharding import placement_of
 from dist_ckpt.capture._tensors import SpecCache, dtype_name, list_tensors, predict_states
 from dist_ckpt.capture._values import (
@@ -307,11 +308,16 @@ class LiveObjects:
                 at once or copied); what it returns is given to ``get_tensor`` by `load_rank`.
         """
         values = {}
-        for word, holder in self._all_holders(self._look()[0]).items():
+        view = self._look()[0]
+        for word, holder in self._all_holders(view).items():
             path = word.replace(".", "/", 1)
             values[word] = encode_value(state_of(word, holder), path, put_tensor)
-        return {"rng": encode_rng(self._generators), "values": values}
+        rng = encode_rng(self._generators, self._cuda_devices(view))
+        return {"rng": rng, "values": values}
 
     def rng_draws(self) -> dict[str, list[Any]]:
         """Return the next draws of every generator; they are put back, nothing has moved."""
-        return draw_rng(self._generators)
+        return draw_rng(self._generators, self._cuda_devices(self._view()))
+
+    def _cuda_devices(self, view: ModelView) -> frozenset[int]:
+        return cuda_devices(chain(view.parameters.values(), view.buffers.values()))

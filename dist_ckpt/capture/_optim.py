@@ -199,8 +199,8 @@ def encode_optimizer(
     """Return what is kept of an optimizer besides its tensors: groups whole, and its trees.
 
     ``{"kind", "groups": [{"params", "values"}], "layouts", "homes", "trees"}``: ``layouts`` holds
-    each order of keys that occurs, ``homes`` where small tensors lie when parameters are on an
-    accelerator.
+    each order of keys that occurs, ``homes`` where state lies when parameters are on an
+    accelerator: small tensors; and those of their parameter's shape, if all lie on the host.
     """
     label = label_of("optimizer", key)
     groups = []
@@ -210,6 +210,8 @@ def encode_optimizer(
         groups.append({"params": names, "values": tree})
     layouts: dict[tuple[str, ...], None] = {}
     homes: dict[str, str] = {}
+    offloaded: dict[str, str] = {}
+    beside: set[str] = set()
     trees: dict[str, JSON] = {}
     for name, state in states.by_param.items():
         if state.optimizer != key:
@@ -221,8 +223,14 @@ def encode_optimizer(
         parameter = view.parameters[name]
         if parameter.device.type != "cpu":
             for path, tensor in state.tensors.items():
+                home = "host" if tensor.device.type == "cpu" else "device"
                 if tensor.shape != parameter.shape:
-                    homes[path] = "host" if tensor.device.type == "cpu" else "device"
+                    homes[path] = home
+                elif home == "device":
+                    beside.add(path)
+                elif tensor.dim():
+                    offloaded[path] = home
+    homes = {**{path: home for path, home in offloaded.items() if path not in beside}, **homes}
     return {
         "kind": type(inner_of(optimizer)).__name__,
         "groups": groups,

@@ -1,14 +1,16 @@
 """States of all random number generators as JSON, exact, and back. Layer 3, main thread only.
 
-Python's, NumPy's and torch's global generators, CUDA's of the current device, and every generator
-that the program names. Integers, text and bytes only, nothing pickled. Threads share torch's global
-generator: no other thread may draw meanwhile.
+Python's, NumPy's and torch's global generators, CUDA's of each device that the model lies on and of
+the current one, and every generator that the program names. Integers, text and bytes only, nothing
+pickled. Threads share torch's global generator: no other thread may draw meanwhile.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -17,7 +19,7 @@ import torch
 from dist_ckpt.errors import CorruptFileError, MismatchError, UnsupportedValueError
 from dist_ckpt.tree import JSON, decode_tree, encode_tree
 
-__all__ = ["Generator", "draw_rng", "encode_rng", "restore_rng"]
+__all__ = ["Generator", "cuda_devices", "draw_rng", "encode_rng", "restore_rng"]
 
 Generator: TypeAlias = "torch.Generator | np.random.Generator | random.Random"
 
@@ -25,33 +27,51 @@ _BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 _Setter: TypeAlias = Callable[[], None]
 
 
-def encode_rng(generators: Mapping[str, Generator]) -> JSON:
+def cuda_devices(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
+    """Return the index of each CUDA device that one of ``tensors`` lies on."""
+    if not _cuda_is_used():
+        return frozenset()
+    devices = {tensor.device for tensor in tensors}
+    return frozenset(d.index for d in devices if d.type == "cuda" and d.index is not None)
+
+
+def encode_rng(generators: Mapping[str, Generator], devices: Iterable[int] = ()) -> JSON:
     """Return the state of every generator: ``{"python", "numpy", "torch", "cuda", "named"}``.
 
     ``cuda`` is None where CUDA wasn't used in this process: asking would initialise it.
+
+    Args:
+        generators: The program's own, by name.
+        devices: CUDA devices whose generators are kept, besides the current one.
 
     Raises:
         UnsupportedValueError: An unknown kind of generator, by name.
     """
     numpy_state = _numpy_state()
     _check_bit_generator(str(numpy_state["bit_generator"]), "rng/numpy")
-    cuda = torch.cuda.get_rng_state() if _cuda_is_used() else None
     return {
         "python": encode_tree(random.getstate(), path="rng/python"),
         "numpy": encode_tree(numpy_state, path="rng/numpy"),
         "torch": encode_tree(_raw(torch.get_rng_state()), path="rng/torch"),
-        "cuda": None if cuda is None else encode_tree(_raw(cuda), path="rng/cuda"),
+        "cuda": _encode_cuda(devices) if _cuda_is_used() else None,
         "named": {name: _encode_named(name, item) for name, item in generators.items()},
     }
 
 
-def restore_rng(saved: JSON, generators: Mapping[str, Generator], *, skip: Any = ()) -> list[str]:
+def restore_rng(
+    saved: JSON,
+    generators: Mapping[str, Generator],
+    devices: Iterable[int] = (),
+    *,
+    skip: Any = (),
+) -> list[str]:
     """Every generator goes on from its saved state; named ones in ``skip`` are left alone.
 
-    All states are decoded and checked before the first is set.
+    All states are decoded and checked before the first is set. A state of a CUDA device that isn't
+    in use here goes to the one that is instead, where one is left on both sides.
 
     Returns:
-        A note for each CUDA generator that can't exist on this machine.
+        A note for each CUDA generator that has no state, and each state without a generator.
 
     Raises:
         MismatchError: A generator is of another kind here than it was.
@@ -65,7 +85,11 @@ def restore_rng(saved: JSON, generators: Mapping[str, Generator], *, skip: Any =
     ]
     if saved["cuda"] is not None:
         if torch.cuda.is_available():
-            setters.append(_plan("rng/cuda", saved["cuda"], _from_raw(torch.cuda.set_rng_state)))
+            states = _place_cuda(decode_tree(saved["cuda"]), _kept(devices), notes)
+            setters += [
+                _setter(f"rng/cuda:{index}", state, _from_raw(partial(_set_cuda, index)))
+                for index, state in states.items()
+            ]
         else:
             notes.append("rng/cuda: left out, this machine has no CUDA device")
     for name, node in saved["named"].items():
@@ -82,18 +106,24 @@ def restore_rng(saved: JSON, generators: Mapping[str, Generator], *, skip: Any =
     return notes
 
 
-def draw_rng(generators: Mapping[str, Generator]) -> dict[str, list[Any]]:
+def draw_rng(
+    generators: Mapping[str, Generator], devices: Iterable[int] = ()
+) -> dict[str, list[Any]]:
     """Return the next draws of every generator, put back: no state has changed after it."""
-    before = encode_rng(generators)
-    cuda = {"cuda": torch.rand(3, device="cuda").tolist()} if before["cuda"] is not None else {}
+    before = encode_rng(generators, devices)
+    indices = _kept(devices) if before["cuda"] is not None else []
+    cuda = {
+        f"cuda:{index}" if len(indices) > 1 else "cuda": torch.rand(3, device=f"cuda:{index}")
+        for index in indices
+    }
     draws = {
         "python": _draw_python(random),
         "numpy": _draw_numpy(np.random),
         "torch": [*torch.randn(2).tolist(), *torch.rand(3).tolist()],
-        **cuda,
+        **{name: draws.tolist() for name, draws in cuda.items()},
         **{f"generators.{name}": _draw_named(item) for name, item in generators.items()},
     }
-    restore_rng(before, generators)
+    restore_rng(before, generators, devices)
     return draws
 
 
@@ -104,6 +134,47 @@ def _numpy_state() -> dict[str, Any]:
 
 def _cuda_is_used() -> bool:
     return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _kept(devices: Iterable[int]) -> list[int]:
+    """Return the devices whose generators are kept: what names no device draws on the current."""
+    return sorted({torch.cuda.current_device(), *devices})
+
+
+def _encode_cuda(devices: Iterable[int]) -> JSON:
+    states = {str(index): _raw(torch.cuda.get_rng_state(index)) for index in _kept(devices)}
+    return encode_tree(states, path="rng/cuda")
+
+
+def _set_cuda(index: int, state: torch.Tensor) -> None:
+    torch.cuda.set_rng_state(state, index)
+
+
+def _place_cuda(saved: Any, here: list[int], notes: list[str]) -> dict[int, bytes]:
+    """Return device → its state to be; ``notes`` says what doesn't fit."""
+    if isinstance(saved, bytes):  # of a device that isn't named: older, or derived for a new rank
+        if len(here) > 1:
+            notes.append(f"rng/cuda: {_named(here)} go on from the one state that was saved")
+        return dict.fromkeys(here, saved)
+    if not isinstance(saved, dict) or not all(
+        type(key) is str and re.fullmatch("[0-9]{1,4}", key) and isinstance(state, bytes)
+        for key, state in saved.items()
+    ):
+        raise _no_state("rng/cuda", "it isn't bytes by device")
+    states = {int(key): state for key, state in saved.items()}
+    lost = sorted(states.keys() - set(here))
+    new = sorted(set(here) - states.keys())
+    if len(lost) == len(new) == 1:
+        return {**{i: s for i, s in states.items() if i in here}, new[0]: states[lost[0]]}
+    if lost:
+        notes.append(f"rng/cuda: states of {_named(lost)} left out, not in use here")
+    if new:
+        notes.append(f"rng/cuda: nothing saved for {_named(new)}, left as it is here")
+    return {index: state for index, state in states.items() if index in here}
+
+
+def _named(indices: list[int]) -> str:
+    return ", ".join(f"cuda:{index}" for index in indices)
 
 
 def _raw(state: torch.Tensor) -> bytes:
@@ -196,8 +267,10 @@ def _draw_named(generator: Generator) -> list[Any]:
 
 
 def _plan(path: str, node: JSON, set_state: Callable[[Any], Any]) -> _Setter:
-    state = decode_tree(node)
+    return _setter(path, decode_tree(node), set_state)
 
+
+def _setter(path: str, state: Any, set_state: Callable[[Any], Any]) -> _Setter:
     def setter() -> None:
         try:
             set_state(state)

@@ -98,7 +98,8 @@ def _torch_state(seed: int) -> bytes:
 
 
 def _cuda_state(seed: int) -> bytes:
-    # What torch keeps of a CUDA generator: the seed and how many numbers were drawn.
+    # What torch keeps of a CUDA generator: the seed and how many numbers were drawn. It is that of
+    # every device that the new rank will use, as after `torch.manual_seed`.
     return struct.pack("<Qq", seed, 0)
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from dist_ckpt.capture import Captured, check_shared
 from dist_ckpt.errors import CorruptFileError, MismatchError, UnsupportedValueError
-from dist_ckpt.slices import Role
+from dist_ckpt.slices import Role, TensorSpec
 from helpers.capturing import everything, fill, restore, save
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -703,3 +703,28 @@ def test_small_state_of_a_foreign_optimizer_lies_where_it_was_saved() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
     assert lies_on_host("scale", {}, optimizer, {"scale": "host"}) is True
     assert lies_on_host("step", {}, optimizer, {"step": "device"}) is False
+
+
+@pytest.mark.parametrize("beside", [0, 1, 2], ids=["all on the host", "one beside", "all beside"])
+def test_moments_lie_on_the_host_again_where_all_lay_there(beside: int) -> None:
+    """Offloaded state. Parameters on "meta" stand for those on a device."""
+    from dist_ckpt.capture._fit import StatePlan
+    from dist_ckpt.capture._optim import encode_optimizer, read_states
+    from dist_ckpt.capture._walk import view_models
+
+    view = view_models(
+        {"": nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 2, bias=False)).to("meta")}
+    )
+    optimizer = torch.optim.SGD(view.parameters.values(), momentum=0.9)
+    places = ["meta"] * beside + ["cpu"] * (2 - beside)
+    for parameter, place in zip(view.parameters.values(), places, strict=True):
+        optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter, device=place)}
+    states = read_states({"": optimizer}, view)
+    saved = {"": encode_optimizer("", optimizer, view, states)}
+    optimizer.state.clear()
+    plan = StatePlan({"": optimizer}, view, read_states({"": optimizer}, view), saved, {})
+    for name, parameter in view.parameters.items():
+        key = f"optimizer/{name}/momentum_buffer"
+        plan.add(key, TensorSpec(key, Role.OPTIMIZER, "float32", tuple(parameter.shape), (), name))
+    found = [tensor.device.type for tensor in plan.build().values()]
+    assert found == ["meta" if beside else "cpu"] * 2

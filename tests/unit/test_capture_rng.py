@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import random
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from dist_ckpt import rehearsal
 from dist_ckpt.capture import Captured
 from dist_ckpt.errors import CorruptFileError, MismatchError, UnsupportedValueError
 from helpers.capturing import restore, save
@@ -158,6 +160,128 @@ def test_states_of_cuda_generators_are_left_out_where_there_is_no_cuda() -> None
     captured.load_rng(values)
     assert len(captured.notes) == 2
     assert "rng/cuda" in captured.notes[0]
+
+
+class Machine:
+    """CUDA devices of which only the generators exist; the current one is 0."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, current: int = 0) -> None:
+        self.states = {index: self.state(index) for index in range(4)}
+        cuda = torch.cuda
+        monkeypatch.setattr(cuda, "is_available", lambda: True)
+        monkeypatch.setattr(cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(cuda, "current_device", lambda: current)
+        monkeypatch.setattr(cuda, "get_rng_state", lambda index=current: self.states[index])
+        monkeypatch.setattr(cuda, "set_rng_state", self._set)
+
+    def _set(self, state: torch.Tensor, index: int = 0) -> None:
+        if state.numel() != 16:
+            raise RuntimeError("RNG state is wrong size")
+        self.states[index] = state.clone()
+
+    @staticmethod
+    def state(value: int) -> torch.Tensor:
+        return torch.full((16,), value, dtype=torch.uint8)
+
+    def held(self) -> list[int]:
+        return [int(state[0]) for state in self.states.values()]
+
+
+class OnDevice(nn.Parameter):
+    """Says that it lies on cuda:1."""
+
+    device = torch.device("cuda", 1)
+
+
+def on_device_1() -> Captured:
+    net = nn.Linear(1, 1)
+    net.weight = OnDevice(net.weight.detach())
+    return Captured(net, torch.optim.SGD(net.parameters()))
+
+
+def moved(saved: list[int], here: list[int], notes: list[str]) -> dict[int, int]:
+    """Return device → the state it goes on from, of states that were saved."""
+    from dist_ckpt.capture._rng import _place_cuda
+
+    placed = _place_cuda({str(index): bytes([index]) for index in saved}, here, notes)
+    return {index: state[0] for index, state in placed.items()}
+
+
+def test_cuda_states_of_the_models_devices_are_kept_besides_the_current_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 1 on cuda:1, without `set_device`."""
+    machine = Machine(monkeypatch)
+    captured = on_device_1()
+    machine.states[1] = machine.state(71)
+    values = json.loads(save(captured).rank)
+    assert list(values["rng"]["cuda"]) == ["0", "1"]
+    machine.states = {index: machine.state(9) for index in range(4)}
+    captured.load_rng(values)
+    assert machine.held() == [0, 71, 9, 9]
+    assert captured.notes == []
+
+
+def test_a_rehearsal_puts_back_the_cuda_states_of_the_models_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine(monkeypatch)
+    net = nn.Linear(1, 1)
+    net.weight = OnDevice(net.weight.detach())
+    with rehearsal._put_back(net, None, {}):
+        machine.states[1] = machine.state(9)
+    assert machine.held() == [0, 1, 2, 3]
+
+
+def test_a_point_with_the_one_cuda_state_of_earlier_versions_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine(monkeypatch)
+    captured, two = captured_of(), on_device_1()
+    values = json.loads(save(captured).rank)
+    values["rng"]["cuda"] = {"$bytes": base64.b64encode(bytes([5] * 16)).decode()}
+    captured.load_rng(values)
+    assert machine.held() == [5, 1, 2, 3]
+    assert captured.notes == []
+    two.load_rng(values)
+    assert machine.held() == [5, 5, 2, 3]
+    assert two.notes == ["rng/cuda: cuda:0, cuda:1 go on from the one state that was saved"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "placed", "noted"),
+    [
+        ([0], [0], {0: 0}, []),
+        ([0], [1], {1: 0}, []),
+        ([0, 1], [0, 2], {0: 0, 2: 1}, []),
+        ([0, 1], [1], {1: 1}, ["states of cuda:0 left out"]),
+        ([1], [0, 1], {1: 1}, ["nothing saved for cuda:0"]),
+        ([0, 1], [2], {}, ["states of cuda:0, cuda:1 left out", "nothing saved for cuda:2"]),
+    ],
+)
+def test_a_cuda_state_goes_to_another_device_only_where_one_is_left_on_both_sides(
+    saved: list[int], here: list[int], placed: dict[int, int], noted: list[str]
+) -> None:
+    notes: list[str] = []
+    assert moved(saved, here, notes) == placed
+    assert len(notes) == len(noted)
+    assert all(text in note for text, note in zip(noted, notes, strict=True))
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [{"0": 5}, {"a": {"$bytes": "AAAA"}}, {"9" * 5000: {"$bytes": "AAAA"}}, [], {"$bytes": "AA=="}],
+    ids=["number", "name", "long", "list", "short"],
+)
+def test_forged_cuda_states_are_a_corrupt_file(
+    monkeypatch: pytest.MonkeyPatch, forged: Any
+) -> None:
+    Machine(monkeypatch)
+    captured = captured_of()
+    values = json.loads(save(captured).rank)
+    values["rng"]["cuda"] = forged
+    with pytest.raises(CorruptFileError, match="rng/cuda"):
+        captured.load_rng(values)
 
 
 @pytest.mark.parametrize(
