@@ -8,14 +8,14 @@ wrapper's inner module adds no component to the name; a user's submodule that ha
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from dist_ckpt.capture._sharding import check_held
+from dist_ckpt.capture._sharding import check_held, local_of
 from dist_ckpt.errors import UnsupportedValueError
 
 __all__ = ["ModelView", "view_models"]
@@ -31,6 +31,12 @@ _WRAPPERS = (
         "ActivationWrapper",
         "_checkpoint_wrapped_module",
     ),
+)
+
+_NEXT_STEP = "Keep state in parameters, persistent buffers or get_extra_state()."
+_OWN_STATE_DICT = (
+    "Keep it in a persistent buffer that forward changes, in get_extra_state() or in `extra`, and "
+    "leave state_dict() as torch has it."
 )
 
 
@@ -154,14 +160,104 @@ def check_view(view: ModelView, models: Mapping[str, nn.Module]) -> None:
 
     Raises:
         UnsupportedValueError: A tensor that can't be kept; or a module that writes more into its
-            ``state_dict`` than its parameters, buffers and extra state.
+            ``state_dict`` than its parameters, persistent buffers and extra state.
     """
     for group in (view.parameters, view.buffers):
         for name, tensor in group.items():
             check_held(tensor, f"model/{name}")
+    own: dict[str, nn.Module] = {}
     for key, model in models.items():
         for name, module in model.named_modules(prefix=key):
             _check_state_dict(module, name)
+            if _has_own_state_dict(module):
+                own[name] = module
+    if own:
+        kept = {_memory(item) for item in (*view.parameters.values(), *view.buffers.values())}
+    for name, module in reversed(own.items()):  # what an inner one adds is in an outer one's, too
+        _check_own_state_dict(module, name, kept)
+
+
+def _has_own_state_dict(module: nn.Module) -> bool:
+    """Return whether anybody but torch has a say in what ``module.state_dict()`` returns.
+
+    Only such a module is asked for it: with torch's wrappers alone the walk knows all there is.
+    """
+    hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())  # noqa: SLF001
+    says: list[Any] = [type(module).state_dict, *hooks]
+    if "state_dict" in vars(module):
+        says.append(vars(module)["state_dict"])
+    return any(not _is_of_torch(getattr(item, "func", item)) for item in says)
+
+
+def _is_of_torch(function: Any) -> bool:
+    return f"{getattr(function, '__module__', None)}.".startswith("torch.")
+
+
+def _check_own_state_dict(module: nn.Module, name: str, kept: set[int]) -> None:
+    """Return if all that ``module.state_dict()`` returns is kept, whatever it is called there.
+
+    Tensors count as kept where they are of the name, or of the memory, of one that is.
+    """
+    path = f"model/{name}".rstrip("/")
+    before = _versions(module)
+    try:
+        written = list(_leaves(module.state_dict(), ""))
+    except Exception as error:
+        raise UnsupportedValueError(
+            f"{path} ({type(module).__name__}) failed when its state_dict() was asked for.",
+            next_step="Let state_dict() work without arguments, or leave it as torch has it.",
+            path=path,
+        ) from error
+    known = {
+        f"{prefix}.{local}" if prefix else local
+        for prefix, child in module.named_modules(remove_duplicate=False)
+        for local in (
+            *child._parameters,  # noqa: SLF001
+            *(child._buffers.keys() - child._non_persistent_buffers_set),  # noqa: SLF001
+        )
+    }
+    more = [
+        key
+        for key, value in written
+        if key not in known
+        and not _is_extra_state(key)
+        and not (isinstance(value, torch.Tensor) and _memory(value) in kept)
+    ]
+    if more:
+        what = f"({type(module).__name__}) adds {', '.join(more[:20])} in its state_dict"
+        _refuse(path, what, _OWN_STATE_DICT)
+    changed = [key for key, version in _versions(module).items() if before.get(key) != version]
+    if changed:
+        # Tensors are read where they lie: nobody would have them brought up to date at a save.
+        names = ", ".join(changed[:20])
+        what = f"({type(module).__name__}) writes {names} when its state_dict() is asked for"
+        _refuse(path, what, _OWN_STATE_DICT)
+
+
+def _is_extra_state(key: str) -> bool:
+    return key.rpartition(".")[2] == "_extra_state"  # torch's name for it, which the walk knows
+
+
+def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
+    return {
+        name: (id(tensor), 0 if tensor.is_inference() else tensor._version)  # noqa: SLF001
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    }
+
+
+def _leaves(state: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in state.items():
+        if isinstance(value, Mapping) and not _is_extra_state(str(key)):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Return where its elements lie; a number of its own for a tensor that has none anywhere."""
+    if tensor.layout is not torch.strided:
+        return -id(tensor)
+    return local_of(tensor).untyped_storage().data_ptr() or -id(tensor)
 
 
 def _check_state_dict(module: nn.Module, name: str) -> None:
@@ -178,9 +274,5 @@ def _check_state_dict(module: nn.Module, name: str) -> None:
         )
 
 
-def _refuse(path: str, what: str) -> NoReturn:
-    raise UnsupportedValueError(
-        f"{path} {what}.",
-        next_step="Keep state in parameters, persistent buffers or get_extra_state().",
-        path=path,
-    )
+def _refuse(path: str, what: str, next_step: str = _NEXT_STEP) -> NoReturn:
+    raise UnsupportedValueError(f"{path} {what}.", next_step=next_step, path=path)

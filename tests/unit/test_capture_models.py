@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -352,6 +352,116 @@ def test_a_module_that_writes_more_than_it_shows_is_refused() -> None:
         captured_of(nn.Sequential(Hidden(1, 1)))
 
 
+class Seen(nn.Module):
+    """Keeps a number that decides, in a way of its own each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = nn.Linear(2, 1), 0
+
+
+class Overriding(Seen):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return super().state_dict(*args, **kwargs) | {"seen": torch.tensor(self.seen)}
+
+
+class Nesting(Seen):
+    def state_dict(self) -> Any:  # type: ignore[override]
+        return {"layer": self.layer.state_dict(), "more": {"seen": self.seen}}
+
+
+def hooked(register: str) -> nn.Module:
+    net = Seen()
+
+    def hook(module: Any, state: Any, prefix: str, _: Any) -> None:
+        state[f"{prefix}seen"] = module.seen
+
+    getattr(net, register)(hook)
+    return net
+
+
+class Refreshing(Seen):
+    """Brings a buffer up to date only when a state_dict is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("number", torch.zeros(()))
+        register: Any = self.register_state_dict_pre_hook
+        register(lambda module, *_: module.number.fill_(module.seen))
+
+
+def test_what_an_own_state_dict_adds_is_refused_by_name() -> None:
+    on_instance: Any = Seen()
+    on_instance.state_dict = lambda: {"seen": on_instance.seen}
+    cases: list[tuple[nn.Module, str]] = [
+        (Overriding(), r"model \(Overriding\) adds seen "),
+        (nn.Sequential(nn.Linear(1, 1), Overriding()), r"model/1 \(Overriding\) adds seen "),
+        (Nesting(), r"model \(Nesting\) adds more\.seen "),
+        (hooked("register_state_dict_post_hook"), r"model \(Seen\) adds seen "),
+        (nn.ModuleList([hooked("_register_state_dict_hook")]), r"model/0 \(Seen\) adds seen "),
+        (on_instance, r"model \(Seen\) adds seen "),
+        (Refreshing(), r"model \(Refreshing\) writes number when its state_dict\(\) is asked"),
+    ]
+    for net, match in cases:
+        with pytest.raises(UnsupportedValueError, match=match) as caught:
+            captured_of(net)
+        assert "get_extra_state" in caught.value.next_step
+        assert "`extra`" in caught.value.next_step
+
+
+def test_a_state_dict_that_fails_is_refused_and_one_of_other_names_is_taken() -> None:
+    class Picky(Seen):
+        def state_dict(self, *, kind: str) -> Any:  # type: ignore[override]
+            return {kind: 1}
+
+    class Renaming(Seen):
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return {f"net.{k}": v for k, v in super().state_dict(*args, **kwargs).items()}
+
+    with pytest.raises(UnsupportedValueError, match=r"model \(Picky\) failed when its state_dict"):
+        captured_of(Picky())
+    assert list(captured_of(Renaming()).parameters()) == ["layer.weight", "layer.bias"]
+
+
+class CountingInHook(Counting):
+    """What its hook adds is what it keeps as extra state anyway."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prefixes: list[str] = []
+
+        def asked(module: Any, _state: Any, prefix: str, _: Any) -> None:
+            module.prefixes.append(prefix)
+
+        register: Any = self.register_state_dict_post_hook
+        register(asked)
+
+
+def test_hooks_of_torch_and_hooks_that_add_nothing_are_taken() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    quantization: Any = torch.ao.quantization
+    nets: list[Any] = [
+        nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)),
+        nn.utils.spectral_norm(nn.Linear(2, 2)),
+        nn.utils.parametrizations.orthogonal(nn.Linear(2, 2)),
+        torch.optim.swa_utils.AveragedModel(nn.BatchNorm1d(2), use_buffers=True),
+        quantization.FakeQuantize(),
+        CountingInHook(),
+    ]
+    for net in nets:
+        whole = nn.Sequential(nn.Linear(1, 1), net)
+        kept = captured_of(whole).structure()
+        names = {name for name, *_ in (*kept.parameters, *kept.buffers)}
+        written = {key for key in whole.state_dict() if not key.endswith("_extra_state")}
+        assert names == written, type(net).__name__
+    for inner in (CountingInHook(), nn.Sequential(CountingInHook())):
+        for wrapped in (checkpoint_wrapper(inner), torch.compile(inner, backend="eager")):
+            captured_of(nn.Sequential(cast("nn.Module", wrapped)))
+    assert nets[-1].prefixes[0] == ""
+
+
 _SHARDED = """
 import os, sys
 import torch, torch.distributed as dist
@@ -402,6 +512,9 @@ zero = ZeroRedundancyOptimizer(whole.parameters(), torch.optim.Adam, lr=0.1)
 refused(lambda: Captured(whole, zero))
 zero._overlap_with_ddp = True
 refused(lambda: Captured(whole, zero))
+early.register_state_dict_post_hook(lambda module, state, prefix, _: print("asked", *state))
+refused(lambda: Captured(early, sgd(early)))
+early.register_state_dict_post_hook(lambda module, state, prefix, _: state.update(more=1))
 refused(lambda: Captured(early, sgd(early)))
 os._exit(0)
 """
@@ -424,7 +537,10 @@ def test_what_sharding_cannot_be_kept_is_refused_by_name_with_the_way_out(tmp_pa
         "model/weight has a local shape [2, 3]",
         "taken",
         "optimizer is a ZeroRedundancyOptimizer with overlap_with_ddp=True",
+        "asked weight bias",
         "taken",
+        "asked weight bias",
+        "model (FSDPLinear) adds more in its state_dict",
     ]
     assert len(found) == len(expected), done.stderr
     for text, start in zip(found, expected, strict=True):
