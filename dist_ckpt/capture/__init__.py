@@ -2,7 +2,7 @@
 
 Tensors are read and filled where they lie. Everything else is tagged JSON (`dist_ckpt.tree`). A
 restore runs `Captured.prepare`, reads the tensors into what it returns, then `load_shared`,
-`load_rank` and, after all that draws, `load_rng`.
+`load_rank` and, after all that draws, `load_gradients` and `load_rng`.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch
 
 from dist_ckpt.capture._fit import StatePlan, check_groups, is_kin, load_groups, names_of
+from dist_ckpt.capture._gradients import restore_gradients
 from dist_ckpt.capture._live import LiveObjects
 from dist_ckpt.capture._optim import label_of
 from dist_ckpt.capture._parts import (
@@ -36,8 +37,8 @@ class Captured(LiveObjects):
     """The live objects, read as `LiveObjects` does, and put back.
 
     A restore is `prepare`, the tensors read into what it returned, `load_shared`, `load_rank`, and
-    last, after all that draws, `load_rng`. ``notes`` then says what was left as it is here,
-    ``accepted`` which parts differ.
+    last, after all that draws, `load_gradients` and `load_rng`. ``notes`` then says what was left
+    as it is here, ``accepted`` which parts differ.
     """
 
     def prepare(
@@ -244,6 +245,17 @@ class Captured(LiveObjects):
         states = {word: decode_value(saved[word], get_tensor) for word in words}
         for word, state in states.items():
             load_stateful(word, holders[word], state)
+
+    def load_gradients(self, values: JSON) -> None:
+        """Parameters that had a gradient have one of zeros, so that the next step updates them too.
+
+        To be called last, after rehearsals, which want none.
+
+        Args:
+            values: What `rank_values` returned.
+        """
+        view = self._view()
+        restore_gradients(values.get("gradients", {}), view, self._states(view))
 
     def load_rng(self, values: JSON, *, accept: Collection[str] = ()) -> None:
         """Every generator goes on where it was when saved; to be called last, after all that draws.

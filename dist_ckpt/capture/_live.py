@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dist_ckpt.capture._gradients import encode_gradients
 from dist_ckpt.capture._observed import Observed, observe
 from dist_ckpt.capture._optim import (
     OptimizerStates,
@@ -301,19 +302,21 @@ class LiveObjects:
     def rank_values(self, put_tensor: PutTensor) -> dict[str, JSON]:
         """Return this rank's own values as JSON.
 
-        Random numbers, data, policy, extra, modules' extra state.
+        Random numbers, data, policy, extra, modules' extra state, and which parameters have a
+        gradient.
 
         Args:
             put_tensor: Called with a unique path and each tensor (any device; a view that is read
                 at once or copied); what it returns is given to ``get_tensor`` by `load_rank`.
         """
         values = {}
-        view = self._look()[0]
+        view, states = self._look()
         for word, holder in self._all_holders(view).items():
             path = word.replace(".", "/", 1)
             values[word] = encode_value(state_of(word, holder), path, put_tensor)
         rng = encode_rng(self._generators, self._cuda_devices(view))
-        return {"rng": rng, "values": values}
+        gradients = encode_gradients(view, states)
+        return {"rng": rng, "values": values, **({"gradients": gradients} if gradients else {})}
 
     def rng_draws(self) -> dict[str, list[Any]]:
         """Return the next draws of every generator; they are put back, nothing has moved."""

@@ -43,6 +43,8 @@ def check_rank(node: JSON) -> None:
         CorruptFileError: It hasn't; the message says where.
     """
     _object(node, "values", "values")
+    for names in _require(node.get("gradients", {}), dict, "values.gradients").values():
+        _all_texts(_require(names, list, "values.gradients"), "values.gradients")
     rng = _object(node, "values", "rng")
     for name in ("python", "numpy", "torch", "cuda"):
         _field(rng, "values.rng", name)

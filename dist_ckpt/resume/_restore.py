@@ -48,7 +48,8 @@ class Resumed:
         secs: How long restoring it took on this rank, choosing left out.
         imported: The .bin that its weights and moments came from, at the start of an import: data,
             schedule and random state are as the program built them.
-        restore_rng: Call it last, after everything that draws.
+        restore_rng: Call it last, after everything that draws; gradients of zeros are there then,
+            too, where there were gradients.
     """
 
     step: int
@@ -132,6 +133,11 @@ class Restore:
         own = self._together("own tensors", lambda: told.read(reader))
         self._together("data and extra", lambda: self._load_rank(told, own))
         rng = self._together("random state", lambda: self._rng(reader, point, told, generators))
+
+        def last() -> None:
+            self._captured.load_gradients(told.values)
+            rng()
+
         notes = self._notes(point)
         return Resumed(
             step=point.step,
@@ -139,7 +145,7 @@ class Restore:
             notes=(*notes, *self._captured.notes),
             accepted=tuple(dict.fromkeys(self._captured.accepted)),
             is_comparable=not (notes or self._captured.accepted),
-            restore_rng=rng,
+            restore_rng=last,
         )
 
     def _open(self) -> ResumePoint:

@@ -81,6 +81,7 @@ def restore(captured: Captured, saved: Saved, accept: Collection[str] = ()) -> N
         return tensor
 
     captured.load_rank(values, get, accept=accept)
+    captured.load_gradients(values)
     captured.load_rng(values, accept=accept)
 
 
