@@ -54,7 +54,7 @@ class Captured(LiveObjects):
         """Optimizer state exists where it was saved and nowhere else, its values yet to be read.
 
         Missing state is allocated beside its parameter, never made by a step. State that isn't a
-        tensor has its saved values.
+        tensor has its saved values. A buffer that was saved and is None here is allocated, too.
 
         Args:
             keys: Every saved tensor's key → its dtype and shape.
@@ -72,10 +72,12 @@ class Captured(LiveObjects):
         Raises:
             MismatchError: Names, shapes, dtypes, groups or parts differ. Nothing has changed then.
         """
+        self._slots.clear()  # a generation that turned out faulty may have had others
         view = self._view()
         states = self._states(view)
         found = Mismatches()
-        targets = self._match_model(view, keys, found, frozenset(elsewhere))
+        made = self._slots.make(view, keys, self._specs.component)
+        targets = self._match_model(view, keys, found, frozenset(elsewhere), made)
         anew = self._begun_anew(shared, accept, omit)
         self._check_shared(view, shared, found, accept, omit, anew=anew, elsewhere=elsewhere)
         plan = StatePlan(
@@ -93,6 +95,7 @@ class Captured(LiveObjects):
         found.raise_if_any()
         targets.update(plan.build())
         plan.apply()
+        self._slots.fill()
         return targets
 
     def _check_shared(
@@ -133,12 +136,13 @@ class Captured(LiveObjects):
         keys: Mapping[str, TensorLike],
         found: Mismatches,
         elsewhere: Collection[str],
+        made: Mapping[str, torch.Tensor],
     ) -> dict[str, torch.Tensor]:
         live = {
             f"model/{self._specs.component(name)}": tensor
             for group in (view.parameters, view.buffers)
             for name, tensor in group.items()
-        }
+        } | dict(made)
         kept = {
             f"model/{self._specs.component(other)}": f"model/{self._specs.component(name)}"
             for other, name in view.aliases.items()
@@ -213,6 +217,14 @@ class Captured(LiveObjects):
                     for word, part in words_of("scheduler", self._schedulers).items()
                     if getattr(part, "optimizer", None) is optimizer and saved.get(word)
                 ]
+
+    def begin(self) -> None:
+        """Training begins: note what `drifted` compares with."""
+        self._drift.begin(self._view())
+
+    def drifted(self) -> list[str]:
+        """Return what has changed since `begin` that no resume brings back, as warnings."""
+        return self._drift.warnings(self._view())
 
     def load_rank(
         self,

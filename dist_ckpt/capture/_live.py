@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dist_ckpt.capture._drift import Drift
 from dist_ckpt.capture._gradients import encode_gradients
 from dist_ckpt.capture._observed import Observed, observe
 from dist_ckpt.capture._optim import (
@@ -32,6 +33,7 @@ from dist_ckpt.capture._parts import (
 )
 from dist_ckpt.capture._rng import Generator, cuda_devices, draw_rng, encode_rng
 from dist_ckpt.capture._sharding import placement_of
+from dist_ckpt.capture._slots import Slots
 from dist_ckpt.capture._tensors import SpecCache, dtype_name, list_tensors, predict_states
 from dist_ckpt.capture._values import (
     LiveTensor,
@@ -111,6 +113,7 @@ class LiveObjects:
         self._listing: _Listing | None = None
         self._marks: list[tuple[int, int]] | None = None
         self._misses = 0
+        self._slots = Slots()
         self.notes: list[str] = []
         self.accepted: list[str] = []
         self._check()
@@ -130,7 +133,9 @@ class LiveObjects:
         parts = (words_of("scheduler", self._schedulers), words_of("scaler", self._scalers))
         for word, value in {**parts[0], **parts[1], **self._holders}.items():
             check_stateful(word, value)
-        check_view(self._view(), self._models)
+        view = self._view()
+        check_view(view, self._models)
+        self._drift = Drift(view)
         # Encoded once into nothing, so that what can't be kept is refused before training starts.
         self.tensors()
         self.shared_values()

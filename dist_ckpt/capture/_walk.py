@@ -47,6 +47,8 @@ class ModelView:
     Attributes:
         parameters: Name → parameter, canonical order, tied ones once under their first name.
         buffers: Name → persistent buffer, likewise.
+        transient: Name → buffer that isn't persistent; kept nowhere.
+        slots: Name of each persistent buffer that is None → its module, and its name there.
         aliases: Every other name of a tied tensor → its kept name.
         extra_state: ``state_dict`` key → module, for modules that define ``get_extra_state``.
         names: ``id`` of each tensor → kept name.
@@ -54,6 +56,8 @@ class ModelView:
 
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    transient: dict[str, torch.Tensor] = field(default_factory=dict)
+    slots: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     extra_state: dict[str, nn.Module] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
@@ -96,10 +100,7 @@ class _Walk:
         for local, parameter in module._parameters.items():  # noqa: SLF001
             if parameter is not None:
                 self.keep(view.parameters, prefix + local, parameter)
-        transient = module._non_persistent_buffers_set  # noqa: SLF001
-        for local, buffer in module._buffers.items():  # noqa: SLF001
-            if buffer is not None and local not in transient:
-                self.keep(view.buffers, prefix + local, buffer)
+        self.sort_buffers(module, prefix)
         if id(module) not in self.seen and _has_extra_state(module):
             view.extra_state[f"{prefix}_extra_state"] = module
         self.seen.add(id(module))
@@ -107,6 +108,18 @@ class _Walk:
             if child is not None:
                 below = prefix if local == inner else f"{prefix}{local}."
                 self.visit(child, below, (*parents, id(module)))
+
+    def sort_buffers(self, module: nn.Module, prefix: str) -> None:
+        view = self.view
+        transient = module._non_persistent_buffers_set  # noqa: SLF001
+        for local, buffer in module._buffers.items():  # noqa: SLF001
+            if local not in transient:
+                if buffer is None:
+                    view.slots[prefix + local] = (module, local)
+                else:
+                    self.keep(view.buffers, prefix + local, buffer)
+            elif buffer is not None:
+                view.transient[prefix + local] = buffer
 
     def inner_name(self, module: nn.Module, prefix: str) -> str | None:
         """Return which child of ``module`` is what it wraps, or None for a module of the user."""

@@ -72,6 +72,8 @@ class Saver:
         #: What the last save needed and the disk didn't have; any thread may read it.
         self.low_bytes = 0
         self._counter = 0
+        #: The step at which training began, until the first save has looked what changed since.
+        self._began_at: int | None = None
         self._planner = Planner(captured, saves.comm, saves.settings.order)
         limit_secs = 2 * saves.settings.timeout_secs
         self._worker = Worker(self._report, limit_secs, lambda: saves.where.text, idle)
@@ -87,6 +89,21 @@ class Saver:
             if refused is not None and self._saves.settings.export != "never":
                 self._saves.say(f"makes no step_N.bin: {refused}")
             self._staging.adopt(layout.ranks[self._saves.comm.rank])
+
+    def begin(self, step: int) -> None:
+        """Training begins, after whatever is restored; once. Rank 0 will speak of what changes."""
+        if self._saves.comm.rank == 0:
+            self._began_at = step
+            self._captured.begin()
+
+    def _warn_of_drift(self, step: int) -> None:
+        """Say at the first save what a resume won't bring back; the journal keeps it."""
+        if self._began_at is None or step <= self._began_at:
+            return
+        self._began_at = None
+        for text in self._captured.drifted():
+            self._saves.warn(text)
+            self._saves.journal("note", step=step, sync=False, text=text)
 
     @property
     def committed_step(self) -> int | None:
@@ -182,6 +199,7 @@ class Saver:
             shared = self._captured.shared_values()
             specs = [item.spec for item in tensors]
             policy = self._subject.policy.sidecar() if self._saves.comm.rank == 0 else None
+            self._warn_of_drift(step)
         except Exception as error:  # noqa: BLE001 - told to every rank through the job
             fault = during("capture", error)
         try:

@@ -68,6 +68,7 @@ class Session:
         self._keeper = keeper
         self._stop_word = "stop"
         self._rng_is_due = resumed is not None
+        self._has_begun = False
         self._last_save = LastSave(
             comm=comm,
             saver=saver,
@@ -89,6 +90,9 @@ class Session:
         if self._rng_is_due and self.resumed is not None:
             self.resumed.restore_rng()
         self._rng_is_due = False
+        if not self._has_begun:
+            self._has_begun = True
+            self._saver.begin(self.step)
         if self._witness is not None:
             self._witness.start(self.step)
 
