@@ -9,7 +9,13 @@ from __future__ import annotations
 from dist_ckpt.history._branches import Branches, Window, compare_branches
 from dist_ckpt.history._gap import LossGap
 from dist_ckpt.history._history import History
-from dist_ckpt.history._journal import Journal, NullJournal, encode_event, parse_journal
+from dist_ckpt.history._journal import (
+    UNREADABLE,
+    Journal,
+    NullJournal,
+    encode_event,
+    parse_journal,
+)
 from dist_ckpt.history._json_array import strict_loads
 from dist_ckpt.history._lineage import FORKED, LINEAGE_EVENTS, Lineage, trace_lineage
 from dist_ckpt.history._loss_file import LossFile
@@ -20,6 +26,7 @@ from dist_ckpt.history._loss_format import (
     canonical,
     parse_loss,
 )
+from dist_ckpt.history._marks import HISTORY_CUT
 from dist_ckpt.history._metrics import Metrics, check_metric_names, parse_metrics
 from dist_ckpt.history._null import NullHistory
 from dist_ckpt.history._own import OwnPoints
@@ -59,8 +66,10 @@ from dist_ckpt.history._sidecars import (
 __all__ = [
     "ABSENT",
     "FORKED",
+    "HISTORY_CUT",
     "LINEAGE_EVENTS",
     "MISSING",
+    "UNREADABLE",
     "Branches",
     "History",
     "Journal",
