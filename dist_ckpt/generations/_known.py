@@ -43,7 +43,8 @@ class KnownGenerations:
     Args:
         path: Step → directory of the generation.
         manifest: Step → its checked resume point.
-        verified_at: Step → when it was read back whole, None where it wasn't.
+        verified_at: Step → when it was read back whole, None where it wasn't; an error where that
+            can't be read now, so that no passing one is remembered.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class KnownGenerations:
         self._known: dict[int, tuple[Any, Known]] = {}
 
     def of(self, step: int) -> Known | None:
-        """Return what is known of a generation, None where its manifest can't be read."""
+        """Return what is known of a generation, None where its files can't be read."""
         try:
             status = self._status(step)
             if (found := self._known.get(step)) is not None and found[0] == status:

@@ -21,6 +21,7 @@ from dist_ckpt.errors import (
     DistCkptError,
     ForeignFileError,
     NotFoundError,
+    StorageError,
 )
 from dist_ckpt.generations._known import KnownGenerations
 from dist_ckpt.generations._pins import PINS_LIMIT_BYTES, PINS_NAME, Pins, parse_pins
@@ -61,7 +62,9 @@ class StoredGenerations:
         self.run_dir = run_dir
         self.directory = run_dir / "checkpoints"
         self.archive = run_dir / "archive"
-        self.known = KnownGenerations(self.path, self.manifest, self.verified_at)
+        self.known = KnownGenerations(
+            self.path, self.manifest, lambda step: self.verified_at(step, strict=True)
+        )
 
     # Reading
 
@@ -95,10 +98,8 @@ class StoredGenerations:
         path = self.path(step)
         self._require_own(path)
         # Joined as text: pathlib's joining would be much of the time of a list of thousands.
-        path_of_file = f"{path}/{RESUME_POINT_NAME}"
-        return storage.read_file(
-            path_of_file, limit_bytes=MANIFEST_LIMIT_BYTES, from_device=from_device
-        )
+        file = f"{path}/{RESUME_POINT_NAME}"
+        return storage.read_file(file, limit_bytes=MANIFEST_LIMIT_BYTES, from_device=from_device)
 
     def _require_own(self, path: Path) -> None:
         if stat.S_ISLNK(storage.lstat(path).st_mode):
@@ -177,11 +178,7 @@ class StoredGenerations:
         for name, record in point.files.items():
             path = self.path(point.step) / name
             if not storage.exists(path):
-                raise NotFoundError(
-                    f"{path} is missing.",
-                    next_step=_WAY_OUT,
-                    path=str(path),
-                )
+                raise NotFoundError(f"{path} is missing.", next_step=_WAY_OUT, path=str(path))
             size = storage.file_size(path)
             if size != record["size_bytes"]:
                 raise CorruptFileError(
@@ -228,10 +225,11 @@ class StoredGenerations:
         """
         check_sums(self.path(point.step), point, point.files if names is None else names)
 
-    def verified_at(self, step: int) -> float | None:
+    def verified_at(self, step: int, *, strict: bool = False) -> float | None:
         """Return when this very generation was read back whole, in seconds since the epoch.
 
-        None where it wasn't, or where ``verified.json`` is of another generation or unreadable.
+        None where it wasn't, or where ``verified.json`` is of another generation or unreadable;
+        with ``strict`` a `StorageError` where the system refuses: that tells nothing of it.
         """
         try:
             data = storage.read_file(self.path(step) / VERIFIED_NAME, limit_bytes=1 << 16)
@@ -239,7 +237,9 @@ class StoredGenerations:
             if body.get("resume_point") != storage.digest_bytes(self.manifest_bytes(step)):
                 return None
             when = float(body["time"])
-        except (DistCkptError, KeyError, TypeError, ValueError, OverflowError):
+        except (DistCkptError, KeyError, TypeError, ValueError, OverflowError) as error:
+            if strict and isinstance(error, StorageError):
+                raise
             return None
         return when if math.isfinite(when) else None
 

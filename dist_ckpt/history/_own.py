@@ -34,20 +34,21 @@ class OwnPoints:
     def look(self) -> None:
         """Take in what the journal has got since the last look; another journal is read anew.
 
+        What was known before stays known where it can't be read: a run that seems to own nothing
+        would be told by its name alone.
+
         Raises:
-            NotFoundError: There is none; nothing is known then.
-            StorageError: The system refused; nothing is known then.
+            NotFoundError: There is none.
+            StorageError: The system refused: that tells nothing of the run.
         """
-        try:
-            path = history_path(self._run_dir, run_name(self._run_dir), "journal")
-            status = lstat(path)
-            if (status.st_dev, status.st_ino) != self._file or status.st_size < self._end:
-                self._forget()
-            data = read_file(path, limit_bytes=LIMIT_BYTES, start=self._end)
-        except BaseException:
+        path = history_path(self._run_dir, run_name(self._run_dir), "journal")
+        status = lstat(path)
+        file = status.st_dev, status.st_ino
+        goes_on = file == self._file and status.st_size >= self._end
+        data = read_file(path, limit_bytes=LIMIT_BYTES, start=self._end if goes_on else 0)
+        if not goes_on:
             self._forget()
-            raise
-        self._file = status.st_dev, status.st_ino
+        self._file = file
         whole = data.rfind(b"\n") + 1  # an append may be under way
         self._end += whole
         lineage = trace_lineage(parse_journal(data[:whole], naming=LINEAGE_EVENTS))

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from dist_ckpt import storage
-from dist_ckpt.errors import DistCkptError
+from dist_ckpt.errors import NotFoundError
 from dist_ckpt.generations import (
     GenerationStore,
     Known,
@@ -66,6 +66,7 @@ def judge(
 
     Raises:
         CorruptFileError: ``pins.json`` can't be understood.
+        StorageError: The journal can't be read now: what is the run's own isn't known.
     """
     points = {step: store.known.of(step) for step in store.steps()}
     store.known.forget(set(points))
@@ -126,7 +127,7 @@ def _kinds(
     try:
         own.look()
         name = run_name(store.run_dir)
-    except DistCkptError:
+    except NotFoundError:  # nothing else means that it was lost
         name = store.run_dir.name
     kinds: dict[int, Reason] = {}
     is_superseded = False  # by a later one that is surely the run's own

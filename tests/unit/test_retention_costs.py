@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from dist_ckpt import lifecycle
-from dist_ckpt.errors import NotFoundError
+from dist_ckpt.errors import NotFoundError, StorageError
 from dist_ckpt.generations import GenerationStore, Retention
 from dist_ckpt.history import Journal, OwnPoints
 from dist_ckpt.storage import use_ops
-from helpers.faulty_ops import RecordingOps
+from helpers.faulty_ops import Fault, FaultyOps, RecordingOps
 from helpers.generating import adam_part, write_generation
 
 PART = adam_part({"w": torch.ones(3)})
@@ -116,3 +116,48 @@ def test_the_journal_is_followed_whatever_becomes_of_it(run_dir: Path) -> None:
     path.unlink()
     with pytest.raises(NotFoundError):
         own.look()
+    assert own.is_blank
+
+
+@pytest.mark.parametrize(("op", "error"), [("open", "EMFILE"), ("preadv", "EIO"), ("lstat", "EIO")])
+def test_a_journal_that_can_not_be_read_now_lets_nothing_be_retired_and_is_read_at_the_next_save(
+    run_dir: Path, op: str, error: str
+) -> None:
+    """By names alone the copy would be the newest, and the run's own point would go."""
+    store, own = GenerationStore(run_dir), OwnPoints(run_dir)
+    journal = Journal.open(run_dir / "run.journal.jsonl", 1)
+    _add(store, journal, 5)
+    write_generation(run_dir, [PART], step=9)  # of a run of the same name, copied here
+    store.mark_verified(9, "test")
+    judged = lifecycle.judge(store, Retention(keep_last=1), own)
+    expected = ["keep_last", "other_line"]
+    assert [verdict.reason for verdict in judged] == expected
+    journal.append("saved", step=7, id="7" * 32)
+    ops = FaultyOps(Fault(op, "*.journal.jsonl", error=error))
+    with use_ops(ops), pytest.raises(StorageError, match=error):
+        lifecycle.judge(store, Retention(keep_last=1), own)
+    assert ops.struck == 1
+    assert own.has(store.manifest(5).id), "what was known is forgotten"
+    again = lifecycle.judge(store, Retention(keep_last=1), own)
+    assert own.has("7" * 32)
+    assert [verdict.reason for verdict in again] == expected
+    journal.close()
+
+
+@pytest.mark.parametrize("name", ["verified.json", "resume_point.json"])
+@pytest.mark.parametrize(("op", "error"), [("open", "EMFILE"), ("preadv", "EIO")])
+def test_an_error_that_passes_leaves_a_generation_unverified_only_as_long_as_it_lasts(
+    run_dir: Path, name: str, op: str, error: str
+) -> None:
+    store, own = GenerationStore(run_dir), OwnPoints(run_dir)
+    journal = Journal.open(run_dir / "run.journal.jsonl", 1)
+    _add(store, journal, 1)
+    ops = FaultyOps(Fault(op, f"*/{name}", error=error))
+    with use_ops(ops):
+        judged = [lifecycle.judge(store, KEEP_ALL, own) for _ in range(2)]
+    assert ops.struck == 1
+    assert [[verdict.reason for verdict in one] for one in judged] == [
+        ["unverified"],
+        ["keep_last"],
+    ]
+    journal.close()
