@@ -21,6 +21,7 @@ from dist_ckpt.lifecycle._pivot import (
     finish_pivot,
     last_pivot,
     pivots_of,
+    saved_since,
 )
 from dist_ckpt.lifecycle._request import (
     REQUEST_FILE,
@@ -76,6 +77,7 @@ __all__ = [
     "require_room_for_names",
     "retire",
     "rewind",
+    "saved_since",
     "settle",
     "taken",
     "undelete",

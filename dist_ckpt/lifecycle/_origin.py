@@ -17,7 +17,7 @@ from dist_ckpt import storage
 from dist_ckpt.errors import NotFoundError
 from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.history import Past, read_journal, read_past
-from dist_ckpt.lifecycle._pivot import Pivot, last_pivot
+from dist_ckpt.lifecycle._pivot import Pivot, last_pivot, saved_since
 from dist_ckpt.lifecycle._rewind import started_rewind
 from dist_ckpt.resume_point import ResumePoint
 
@@ -78,7 +78,10 @@ def pivot_due(origin: Origin, point: ResumePoint) -> Pivot | None:
     if origin.run_dir is None or not origin.is_newest:
         return None
     try:
-        pivot = last_pivot(read_journal(origin.run_dir))
+        journal = read_journal(origin.run_dir)
     except NotFoundError:
         return None
+    pivot = last_pivot(journal)
+    if any(event.get("id") == point.id for event in saved_since(journal)):
+        return None  # whatever it notes
     return None if pivot is None or pivot.id == point.notes.get("pivot") else pivot

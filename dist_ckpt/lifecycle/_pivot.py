@@ -42,6 +42,7 @@ __all__ = [
     "finish_pivot",
     "last_pivot",
     "pivots_of",
+    "saved_since",
 ]
 
 
@@ -153,6 +154,17 @@ def last_pivot(journal: Iterable[Mapping[str, Any]]) -> Pivot | None:
     """Return the newest pivot that a journal tells of."""
     pivots = pivots_of(journal)
     return pivots[-1] if pivots else None
+
+
+def saved_since(journal: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the saves that came after the newest pivot that a journal tells of.
+
+    The policy of each had followed it. One that notes another pivot was saved after a still newer
+    one, whose line is damaged: pivots are never undone.
+    """
+    words = [event.get("event") for event in journal]
+    start = len(words) - words[::-1].index("pivot") if "pivot" in words else 0
+    return [event for event in journal[start:] if event.get("event") == "saved"]
 
 
 def _journalled(run_dir: Path) -> Sequence[Pivot]:

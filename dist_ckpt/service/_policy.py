@@ -2,7 +2,8 @@
 
 At a resume the resume point's copy of the policy's state wins; ``NAME.state.json`` beside the loss
 shows the same to people. The policy starts fresh where a pivot is recorded that the resume point
-doesn't know, or where ``NAME.state.json``, which this run had written, was taken away.
+doesn't know, or where ``NAME.state.json``, which this run had written, was taken away; not where
+the resume point knows one that the journal has lost.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from dist_ckpt.history import (
     read_state,
     write_state,
 )
-from dist_ckpt.lifecycle import last_pivot
+from dist_ckpt.lifecycle import last_pivot, saved_since
 from dist_ckpt.policy import (
     Configurable,
     Sorted,
@@ -59,12 +60,14 @@ class Past:
         settings: What stands in ``NAME.policy.json``.
         recorded: The settings since that pivot, as the journal has them.
         taken: Ids of generations that this run saved, where its ``NAME.state.json`` is missing.
+        since: Ids of generations that this run saved since that pivot.
     """
 
     pivot: str | None
     settings: dict[str, Any] | None
     recorded: Any
     taken: tuple[str, ...]
+    since: tuple[str, ...] = ()
 
 
 class KeptPolicy:
@@ -77,6 +80,7 @@ class KeptPolicy:
         pivot: Id of the newest pivot, which the run's resume points carry. Counts on rank 0.
         fresh: Why what was saved isn't restored: ``"pivot"``, ``"taken"``, or None.
         restored: What was restored, sorted.
+        lost: The journal lacks the pivot that the resume point notes.
         saved: The resume point's copy of it, as JSON.
         past: What the run directory said at the start.
         settings_before: The settings that the resume point was made under.
@@ -88,6 +92,7 @@ class KeptPolicy:
         self.policy = policy
         self.pivot: str | None = None
         self.fresh: str | None = None
+        self.lost = False
         self.restored: Sorted | None = None
         self.saved: Any = None
         self._clean: Any = None
@@ -118,7 +123,10 @@ class KeptPolicy:
         self.restored = None
         self.fresh = None
         self.settings_before = point.notes.get("policy")
-        if self.past.pivot is not None and point.notes.get("pivot") != self.past.pivot:
+        noted = point.notes.get("pivot")
+        self.lost = noted not in (None, self.past.pivot) and point.id in self.past.since
+        self.pivot = noted if self.lost else self.past.pivot
+        if self.past.pivot is not None and noted != self.pivot:
             self.fresh = "pivot"
         elif point.id in self.past.taken:
             self.fresh = "taken"
@@ -161,7 +169,7 @@ def begin_policy(attempt: Attempt, comm: Comm, kept: KeptPolicy) -> None:
         return json.dumps(dataclasses.asdict(past)).encode()
 
     told = json.loads(comm.broadcast(comm.together("looking at the policy", look)))
-    past = Past(**{**told, "taken": tuple(told["taken"])})
+    past = Past(**{**told, "taken": tuple(told["taken"]), "since": tuple(told["since"])})
     attempt.settings = past.settings
     path = history_path(run_dir, attempt.name, "policy")
     comm.together("configuring the policy", lambda: kept.begin(past, path))
@@ -174,18 +182,17 @@ def _look(run_dir: Path, name: str, steps: Collection[int], *, has_policy: bool)
     except NotFoundError:
         journal = []
     pivot = last_pivot(journal)
+    there = {*steps}
+    here = [event for event in journal if event["event"] != "saved" or event["step"] in there]
+    since = tuple(str(event.get("id")) for event in saved_since(here))
     taken: tuple[str, ...] = ()
     if has_policy and read_state(run_dir, name) is ABSENT:
         # Only those that this very directory saved: a copy of a generation brings no sidecar.
-        taken = tuple(
-            str(event.get("id"))
-            for event in journal
-            if event.get("event") == "saved" and event.get("step") in steps
-        )
+        taken = tuple(str(event.get("id")) for event in here if event["event"] == "saved")
     settings = read_policy(run_dir, name)
     if pivot is None:
-        return Past(_branch_of(journal), settings, None, taken)
-    return Past(pivot.id, settings, pivot.policy, taken)
+        return Past(_branch_of(journal), settings, None, taken, since)
+    return Past(pivot.id, settings, pivot.policy, taken, since)
 
 
 def _branch_of(journal: Sequence[Mapping[str, Any]]) -> str | None:
@@ -211,6 +218,11 @@ def settle_policy(attempt: Attempt, kept: KeptPolicy, step: int, voice: Voice) -
         reason = "after a pivot" if kept.fresh == "pivot" else "its state was taken away"
         voice.say(f"the policy starts fresh: {reason}")
         return
+    if kept.lost:
+        voice.warn(
+            f"the journal lacks the pivot that step {step} was saved after, so a line of it is "
+            "damaged: the resume point's copy of the policy counts"
+        )
     if kept.restored is None:
         return
     zombies = kept.restored.zombies

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.history import History, read_journal, read_loss
+from dist_ckpt.lifecycle import new_request, write_request
+from helpers.pivoting import Training
 from helpers.run_dirs import call, ended_run, options_of
 from helpers.trainers import train
 
@@ -118,3 +121,36 @@ def test_a_rewind_that_was_cut_off_is_ended_though_an_attempt_began_after_it(
     train(options_of(run_dir, until=6))
     assert facts(run_dir)[0] == [4, 6]
     assert words(run_dir).count("rewound") == 1
+
+
+# A pivot that had been carried out
+
+
+def _learned(run_dir: Path, until: int) -> int:
+    """Train on; return of how many steps the policy has learned at the end."""
+    training = Training()
+    training.train(run_dir, until, every=5)
+    return sum(arm.pulls for arm in training.bandit.arms.values())
+
+
+def test_a_policy_goes_on_though_the_line_of_its_pivot_was_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An older pivot is the newest one that can be read then."""
+    run_dir = tmp_path / "andrea"
+    _learned(run_dir, 5)
+    for until, learned in ((8, 3), (12, 4)):
+        write_request(run_dir, new_request(None))
+        assert _learned(run_dir, until) == learned
+    damage(run_dir, "pivot")
+    branch = tmp_path / "branch"
+    assert call("fork", run_dir, branch).status == 0
+    with caplog.at_level(logging.WARNING, "dist_ckpt"):
+        assert _learned(run_dir, 14) == 6
+    assert "the journal lacks the pivot that step 12 was saved after" in caplog.text
+    assert _learned(run_dir, 15) == 7
+    assert _learned(branch, 13) == 5
+    assert "policy_fresh" not in words(branch)
+    # One that comes later counts as ever.
+    write_request(run_dir, new_request(None))
+    assert _learned(run_dir, 17) == 2
