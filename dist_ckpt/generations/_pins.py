@@ -1,7 +1,8 @@
 """``pins.json``: which generations somebody wants to keep, and why. Pure: layer 4.
 
 An object of resume point's id → ``{"step": n, "reason": "…"}``: a pin means one generation, not
-whatever has its number after a rewind. Written by hand it may also be step → reason.
+whatever has its number after a rewind. Written by hand it may also be step → reason. ``digest``
+is that of all the rest: with one other bit an id would be a pin of a generation that isn't here.
 """
 
 from __future__ import annotations
@@ -13,13 +14,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from dist_ckpt.errors import CorruptFileError
+from dist_ckpt.errors import CorruptFileError, DigestMismatchError
 from dist_ckpt.resume_point import load_strict_json
+from dist_ckpt.storage import digest_bytes
 
 __all__ = ["PINS_LIMIT_BYTES", "PINS_NAME", "Pins", "encode_pins", "parse_pins"]
 
 PINS_NAME: Final = "pins.json"
 PINS_LIMIT_BYTES: Final = 1 << 24
+_DIGEST: Final = "digest"
+_MEND: Final = (
+    'Write it anew as {"STEP": "REASON", …} with every step that is to be kept; where it is right '
+    f'as it stands, it is enough to take "{_DIGEST}" out of it. Until then nothing is retired.'
+)
 _ID: Final = re.compile(r"[0-9a-f]{32}")
 
 
@@ -53,19 +60,39 @@ class Pins:
 
 
 def encode_pins(pins: Pins) -> bytes:
-    """Return the bytes of ``pins.json``."""
+    """Return the bytes of ``pins.json``, their own digest first."""
     by_id = {id_: {"step": step, "reason": why} for id_, (step, why) in pins.by_id.items()}
     by_step = {str(step): reason for step, reason in pins.by_step.items()}
-    return json.dumps({**by_step, **by_id}, allow_nan=False, indent=1).encode() + b"\n"
+    body: dict[str, Any] = {**by_step, **by_id}
+    body = {_DIGEST: _digest_of(body), **body}
+    return json.dumps(body, allow_nan=False, indent=1).encode() + b"\n"
+
+
+def _digest_of(body: Mapping[str, Any]) -> str:
+    return digest_bytes(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
 
 
 def parse_pins(data: bytes, *, path: Path) -> Pins:
     """Return the pins in the bytes of ``pins.json``.
 
     Raises:
-        CorruptFileError: They can't be understood: nobody may guess what was pinned.
+        CorruptFileError: They can't be understood, or aren't what was written: nobody may guess
+            what was pinned.
     """
-    body: dict[str, Any] = load_strict_json(data, path=path)
+    try:
+        body = load_strict_json(data, path=path)
+    except CorruptFileError as error:
+        raise CorruptFileError(error.message, next_step=_MEND, path=str(path)) from error
+    if _DIGEST in body:  # by hand it is written without
+        expected = body.pop(_DIGEST)
+        if expected != (found := _digest_of(body)):
+            raise DigestMismatchError(
+                f"{path} was changed since it was written: its digest is {found}, not {expected}.",
+                next_step=_MEND,
+                path=str(path),
+                expected=expected,
+                found=found,
+            )
     by_id: dict[str, tuple[int, str]] = {}
     by_step: dict[int, str] = {}
     for key, value in body.items():
@@ -76,7 +103,7 @@ def parse_pins(data: bytes, *, path: Path) -> Pins:
         else:
             raise CorruptFileError(
                 f"{path} pins {key!r}, which is neither a generation's id nor a step number.",
-                next_step="Mend it by hand or move it away; until then nothing is retired.",
+                next_step=_MEND,
                 path=str(path),
                 found=key,
             )

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from dist_ckpt import storage
 from dist_ckpt.canonical import parse_step_name, step_name
+from dist_ckpt.errors import CorruptFileError, ForeignFileError, NotFoundError
 from dist_ckpt.generations._pins import PINS_NAME, encode_pins
 from dist_ckpt.generations._stored import StoredGenerations
 from dist_ckpt.provenance import SIGNATURE_NAME
@@ -150,12 +151,22 @@ class GenerationStore(StoredGenerations):
             storage.replace_durable(self.run_dir / PINS_NAME, encode_pins(pins))
 
     def unpin(self, step: int) -> bool:
-        """Leave a generation to retention again; return whether it was pinned."""
+        """Leave a generation to retention again; return whether it was pinned.
+
+        Where its manifest isn't whole, nothing of that step is pinned any more.
+
+        Raises:
+            StorageError: The system refused.
+            CorruptFileError: ``pins.json`` can't be understood.
+        """
         if not storage.exists(self.run_dir / PINS_NAME):
             return False
         with self._holding_pins():
             pins = self._read_pins()
-            rest = pins.without(step, self._id_or(step, "") or None)
+            id_ = None
+            with contextlib.suppress(NotFoundError, CorruptFileError, ForeignFileError):
+                id_ = self.manifest(step).id
+            rest = pins.without(step, id_)
             if rest == pins:
                 return False
             storage.replace_durable(self.run_dir / PINS_NAME, encode_pins(rest))

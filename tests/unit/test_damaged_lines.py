@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from dist_ckpt.errors import CorruptFileError, StorageError
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.history import History, read_journal, read_loss
 from dist_ckpt.lifecycle import new_request, write_request
+from dist_ckpt.storage import use_ops
+from helpers.faulty_ops import Fault, FaultyOps
 from helpers.pivoting import Training
 from helpers.run_dirs import call, ended_run, options_of
 from helpers.trainers import train
@@ -154,3 +157,52 @@ def test_a_policy_goes_on_though_the_line_of_its_pivot_was_damaged(
     # One that comes later counts as ever.
     write_request(run_dir, new_request(None))
     assert _learned(run_dir, 17) == 2
+
+
+# Pins
+
+
+def test_no_bit_of_the_pins_lets_a_pinned_generation_go(tmp_path: Path) -> None:
+    run_dir = ended_run(tmp_path)
+    assert call("pin", f"{run_dir}@4", "--reason", "golden").status == 0
+    store, path = GenerationStore(run_dir), run_dir / "pins.json"
+    data = path.read_bytes()
+    for at in range(len(data)):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
+        with pytest.raises(CorruptFileError, match=r"Until then nothing is retired\."):
+            store.pins()
+    at = data.index(store.manifest(4).id.encode())
+    path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    called = call("prune", run_dir, "--keep-last", "1")
+    assert called.status == 1
+    assert f"{path} was changed since it was written" in called.err
+    assert store.steps() == [4, 8, 12]
+    # As the message says; and as it was written before it had a digest.
+    brace, digest, *rest = data.decode().splitlines()
+    assert '"digest"' in digest
+    for text in ('{"4": "golden"}', "\n".join([brace, *rest])):
+        path.write_text(text)
+        assert store.pins() == {4: "golden"}
+    assert call("pin", f"{run_dir}@8").status == 0
+    assert b'"digest": "xxh3_128:' in path.read_bytes()
+    assert store.pins() == {4: "golden", 8: ""}
+
+
+def test_a_manifest_that_can_not_be_read_now_costs_no_other_pin_of_its_step(
+    tmp_path: Path,
+) -> None:
+    """Of two branches each has a step 8 that is pinned; one of them lies in the archive."""
+    run_dir = ended_run(tmp_path)
+    assert call("pin", f"{run_dir}@8", "--reason", "of the other branch").status == 0
+    assert call("rewind", f"{run_dir}@4").status == 0
+    train(options_of(run_dir, until=8))
+    assert call("pin", f"{run_dir}@8").status == 0
+    store = GenerationStore(run_dir)
+    before = (run_dir / "pins.json").read_bytes()
+    ops = FaultyOps(Fault("open", "*/step_000008/resume_point.json", error="EMFILE"))
+    with use_ops(ops), pytest.raises(StorageError, match="EMFILE"):
+        store.unpin(8)
+    assert ops.struck == 1
+    assert (run_dir / "pins.json").read_bytes() == before
+    assert store.unpin(8)
+    assert "of the other branch" in (run_dir / "pins.json").read_text()
