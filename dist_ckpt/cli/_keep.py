@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from dist_ckpt import lifecycle
+from dist_ckpt import lifecycle, storage
 from dist_ckpt.cli._address import AddressArgument, RunArgument, find_generation, find_run
 from dist_ckpt.cli._answer import Answer, JsonOption
 from dist_ckpt.cli._life import run_dir_of
 from dist_ckpt.cli._settings_file import DryRunOption
 from dist_ckpt.cli._text import plain, size, table
-from dist_ckpt.errors import SettingError
+from dist_ckpt.errors import CorruptFileError, SettingError
 from dist_ckpt.generations import GenerationStore, Retention
 from dist_ckpt.lifecycle import Verdict
 from dist_ckpt.runs import Run, settings_of
@@ -98,9 +98,12 @@ def prune(
     gone: list[int] = []
     bins: list[int] = []
     if dry_run:
+        _require_told(found, given)
         verdicts = lifecycle.judge(found.store, retention)
     else:
         with lifecycle.hold_open(run_dir, "prune") as (store, history):
+            _require_told(found, given)  # now that it is known to be a run's, and held
+            retention = _retention(found, given)
             store.clean()
             verdicts = lifecycle.judge(store, retention)
             gone, bins = lifecycle.retire(store, verdicts, history.journal.append)
@@ -132,13 +135,34 @@ def _retention(run: Run, given: Mapping[str, str | None]) -> Retention:
         SettingError: One would keep nothing, or isn't a count.
     """
     settings: dict[str, Any] = Retention().to_json()
-    told = settings_of(run).get("retention")
-    if isinstance(told, dict):
-        settings |= {name: told[name] for name in settings if name in told}
+    told = _told(run)
+    settings |= {name: told[name] for name in settings if name in told}
     for name, text in given.items():
         if text is not None:
             settings[name] = _number(name, text)
     return Retention(**settings)
+
+
+def _told(run: Run) -> dict[str, Any]:
+    told = settings_of(run).get("retention")
+    return told if isinstance(told, dict) else {}
+
+
+def _require_told(run: Run, given: Mapping[str, str | None]) -> None:
+    """Return if no setting is a default that a damaged file is the reason for.
+
+    Raises:
+        CorruptFileError: ``run.json`` is there and lacks one: who knows what the run wants kept?
+    """
+    path, told = run.store.run_dir / "run.json", _told(run)
+    lacking = [name for name, text in given.items() if text is None and name not in told]
+    if lacking and storage.exists(path):
+        options = ", ".join("--" + name.replace("_", "-") for name in lacking)
+        raise CorruptFileError(
+            f"{path} can't be read, or doesn't tell by which settings the run removes generations.",
+            next_step=f"Give {options}; or start the run, which writes that file anew.",
+            path=str(path),
+        )
 
 
 def _number(name: str, text: str) -> int | None:

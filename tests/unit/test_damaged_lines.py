@@ -206,3 +206,21 @@ def test_a_manifest_that_can_not_be_read_now_costs_no_other_pin_of_its_step(
     assert (run_dir / "pins.json").read_bytes() == before
     assert store.unpin(8)
     assert "of the other branch" in (run_dir / "pins.json").read_text()
+
+
+@pytest.mark.parametrize("at", [b"{", b"retention", b"keep_every"])
+def test_prune_takes_no_default_for_a_setting_that_a_damaged_file_held(
+    tmp_path: Path, at: bytes
+) -> None:
+    run_dir = ended_run(tmp_path)
+    path = run_dir / "run.json"
+    data = path.read_bytes()
+    place = data.index(at)
+    path.write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
+    called = call("prune", run_dir, "--keep-last", "1")
+    assert called.status == 1
+    assert f"{path} can't be read, or doesn't tell" in called.err
+    assert GenerationStore(run_dir).steps() == [4, 8, 12]
+    given = ("--keep-last", "1", "--keep-every", "8", "--keep-bins", "all")
+    assert call("prune", run_dir, *given).status == 0
+    assert GenerationStore(run_dir).steps() == [8, 12]
