@@ -151,19 +151,12 @@ class GenerationStore(StoredGenerations):
             storage.replace_durable(self.run_dir / PINS_NAME, encode_pins(pins))
 
     def unpin(self, step: int) -> bool:
-        """Leave a generation to retention again; return whether it was pinned.
-
-        Where its manifest isn't whole, nothing of that step is pinned any more.
-
-        Raises:
-            StorageError: The system refused.
-            CorruptFileError: ``pins.json`` can't be understood.
-        """
+        """Leave a generation to retention again; return whether it was pinned."""
         if not storage.exists(self.run_dir / PINS_NAME):
             return False
         with self._holding_pins():
             pins = self._read_pins()
-            id_ = None
+            id_ = None  # where the manifest isn't whole: all of that step
             with contextlib.suppress(NotFoundError, CorruptFileError, ForeignFileError):
                 id_ = self.manifest(step).id
             rest = pins.without(step, id_)
