@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Final
 
 from dist_ckpt.errors import NotFoundError, StorageError
 from dist_ckpt.history._json_array import EMPTY_ARRAY, encode_append
-from dist_ckpt.storage import AppendFile, read_file
+from dist_ckpt.storage import AppendFile, read_file, replace_durable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from dist_ckpt.history._json_array import Mended
 
 __all__ = ["LIMIT_BYTES", "ArrayFile", "read_or_none"]
 
@@ -46,7 +48,12 @@ class ArrayFile:
         num_items: How many whole items they hold.
         end: Offset of the closing bracket, or where it has to be put.
         whole: Whether nothing has to be repaired.
+        mended: What the file has to be where it is damaged in the middle: it is replaced then.
         keep_cut: Given the bytes that a repair is about to cut, before anything changes.
+
+    Attributes:
+        repaired: Bytes that a repair has cut.
+        num_behind: Items behind damage in the middle, which were kept.
     """
 
     def __init__(
@@ -57,15 +64,22 @@ class ArrayFile:
         num_items: int,
         end: int,
         whole: bool,
+        mended: Mended | None = None,
         keep_cut: Callable[[bytes], None] | None = None,
     ) -> None:
         self.path = os.fspath(path)
         self.num_items = num_items
         self._end = end
         cut = b"" if whole or data is None else data[end:]
+        if mended is not None:
+            cut = mended.cut
         if cut and keep_cut is not None:
             keep_cut(cut)
         self.repaired = len(cut)
+        self.num_behind = 0
+        if mended is not None:  # not in place: a power cut must not take what was durable
+            replace_durable(self.path, mended.data + b"]")
+            self._end, whole, self.num_behind = len(mended.data), True, mended.num_behind
         self._file = AppendFile(path, mode=0o600)
         if not whole:
             try:

@@ -51,6 +51,9 @@ class History:
     Raises:
         CorruptFileError: A file of the history is something else; it isn't touched.
         StorageError: The file system refused.
+
+    Attributes:
+        damage: What was damaged in the middle of a file and is cut out, a sentence each.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], name: str, attempt: int) -> None:
@@ -88,8 +91,10 @@ class History:
             # durable; what comes now stands on them.
             sync_dir(self._run_dir)
             self.sync()
-            for salvage in kept.values():
-                salvage.report(self.journal)
+            arrays = {"loss": self.loss.file, "samples": self.samples.file}
+            behind = {what: file.num_behind for what, file in arrays.items()}
+            told = [kept[what].report(self.journal, behind.get(what, 0)) for what in FILES]
+            self.damage = tuple(filter(None, told))
             self._mend_marks(void_losses, void_samples)
             self._closing = stack.pop_all()
 
@@ -264,7 +269,7 @@ class History:
                 logged=window.spelled(step),
                 replayed=spell_loss(loss),
                 comparable=self._comparable,
-                likely_cause=self._explain() if window.differs_later else None,
+                likely_cause=self._cause(window),
             )
         if not agreed or step == window.last_step:
             self._finish_replay(complete=True)
@@ -283,9 +288,14 @@ class History:
             first_step=window.first_step,
             complete=complete,
             comparable=self._comparable,
-            likely_cause=self._explain() if window.differs_later else None,
+            likely_cause=self._cause(window),
         )
         self.journal.append(REPLAYED, step=window.last_step, **self.replay.to_event())
+
+    def _cause(self, window: ReplayWindow) -> str | None:
+        if window.is_hole:
+            return f"the loss file has no loss of step {window.first_difference}"
+        return self._explain() if window.differs_later else None
 
     def _mend_marks(self, void_losses: int, void_samples: int) -> None:
         # More void than there are: damage took synced entries. New ones must not count as void.

@@ -3,6 +3,10 @@ r"""Finds what is whole in a JSON array that grows at its end. Pure: layer 4, no
 An append replaces the closing bracket by ``,\n<item>]`` in one write, so what a crash can leave
 is a good beginning and a bad end: half an item, NUL bytes, a missing bracket. Everything up to
 the last whole item is kept, the rest is the tail.
+
+A bad bit in the middle is no torn end: items stand one a line, so reading goes on at the next
+line that is whole. Not behind NUL bytes, which are what a power cut leaves of a lost write: of
+what was written later nothing is sure then (decision 55).
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EMPTY_ARRAY",
     "ArrayScan",
+    "Mended",
     "encode_append",
     "encode_array",
     "scan_array",
@@ -39,13 +44,31 @@ class ArrayScan:
 
     Attributes:
         items: The items, in the order of the file.
-        end: Offset in bytes at which the closing bracket lies, or has to be put.
+        end: Offset in bytes at which the closing bracket lies, or has to be put; of a file that is
+            damaged in the middle, where the damage begins.
         whole: Whether a closing bracket and nothing but white space follows from ``end`` on.
+        mended: What the file has to be, where damage lies in the middle of it.
     """
 
     items: list[Any]
     end: int
     whole: bool
+    mended: Mended | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mended:
+    """A file without the damage in its middle.
+
+    Attributes:
+        data: The new bytes, up to where the closing bracket has to be put.
+        cut: The bytes that aren't kept.
+        num_behind: Items behind the first damage, which are kept.
+    """
+
+    data: bytes
+    cut: bytes
+    num_behind: int
 
 
 def encode_append(item: bytes, *, first: bool) -> bytes:
@@ -65,7 +88,11 @@ def scan_array(
     what: str,
     path: str | os.PathLike[str],
 ) -> ArrayScan:
-    """Return the items of the longest valid beginning of ``data``, in time linear in its length.
+    """Return the whole items of ``data``, in time linear in its length.
+
+    Those of the longest valid beginning, and, where what follows isn't a torn end, those behind the
+    damage. In the place of each item that is damaged stands the one before it once more: that
+    changes nothing of what counts, and counts of items in the journal stay true.
 
     A whole array costs one ``json.loads``, one that a single append left torn a few; only a worse
     one is walked item by item. Bytes that are blank (nothing, NUL bytes, white space: a file made
@@ -79,14 +106,21 @@ def scan_array(
 
     Raises:
         CorruptFileError: The bytes never were such an array: they don't begin with ``[``, or are
-            valid JSON of something else. A torn end alone never raises.
+            valid JSON of something else, and no item stands on a line of its own as ours do. A torn
+            end alone never raises.
     """
     items = _load_whole(data, accept)
     if items is not None:
         return ArrayScan(items, len(data.rstrip(b" \t\r\n")) - 1, whole=True)
     if not data.strip(_BLANK):
         return ArrayScan([], 0, whole=False)
-    if not data.lstrip(b" \t\r\n").startswith(b"[") or _is_lenient_json(data):
+    is_array = data.lstrip(b" \t\r\n").startswith(b"[")
+    begin = ArrayScan([], 0, whole=False)
+    if is_array:
+        begin = _close_early(data, accept) or _walk(data, accept)
+    scan = _pick_up(data, begin, accept)
+    is_ours = bool(scan.items) and data[1:2] == b"\n"
+    if not is_ours and (not is_array or _is_lenient_json(data)):
         message = f"{path}: this isn't a JSON array of {what}."
         raise CorruptFileError(
             message,
@@ -95,7 +129,7 @@ def scan_array(
             expected=f"JSON array of {what}",
             found=repr(data[:40]),
         )
-    return _close_early(data, accept) or _walk(data, accept)
+    return scan
 
 
 def strict_loads(text: str | bytes) -> Any:
@@ -176,6 +210,63 @@ def _walk(data: bytes, accept: Callable[[list[Any]], bool]) -> ArrayScan:
         items.append(item)
         end = position = stop
     return ArrayScan(items, end, whole=False)
+
+
+def _pick_up(data: bytes, begin: ArrayScan, accept: Callable[[list[Any]], bool]) -> ArrayScan:
+    """Return ``begin`` with the items that stand whole on lines behind damage."""
+    items = list(begin.items)
+    parts = [b",\n"] * bool(items)
+    cut: list[bytes] = []
+    room = len(data)  # for what is repeated: no file grows without end
+    num_behind = 0
+    end = position = begin.end
+    while position := data.find(b"\n", position) + 1:
+        line_end = data.find(b"\n", position)
+        found = _item_of_line(data[position : None if line_end < 0 else line_end], accept)
+        if found is None:
+            continue
+        item, raw, stop = found
+        damage = data[end:position]
+        if b"\0" in damage:
+            break
+        if damage.strip(b" \t\r\n") != (b"," if items else b""):
+            cut.append(damage)
+            again = items[-1] if items else item
+            again_raw = json.dumps(again).encode()
+            num_lost = min(_num_lost(damage), room // len(again_raw))
+            room -= num_lost * len(again_raw)
+            items += [again] * num_lost
+            parts += [again_raw, b",\n"] * num_lost
+        parts += (raw, b",\n")
+        items.append(item)
+        num_behind += 1
+        end = position = position + stop
+    if not num_behind:
+        return begin
+    tail = data[end:]
+    cut += [tail] * (tail.strip(_BLANK) not in (b"]", b""))
+    mended = (data[: begin.end] or b"[") + b"\n" * (not begin.items) + b"".join(parts[:-1])
+    return ArrayScan(items, begin.end, False, Mended(mended, b"\n".join(cut), num_behind))
+
+
+def _item_of_line(
+    line: bytes, accept: Callable[[list[Any]], bool]
+) -> tuple[Any, bytes, int] | None:
+    """Return the item that a line begins with, its bytes, and where in the line it ends."""
+    text = line.decode("latin-1")
+    first = _skip_space(text, 0)
+    with contextlib.suppress(ValueError, RecursionError):
+        _, stop = _DECODER.raw_decode(text, first)
+        raw = line[first:stop]
+        item = strict_loads(raw)
+        if accept([item]):
+            return item, raw, stop
+    return None
+
+
+def _num_lost(damage: bytes) -> int:
+    """Return how many items, one a line, lay in these bytes between two whole ones."""
+    return max(damage.count(b"\n") - 1, 1 if damage.strip(b",[]{} \t\r\n") else 0)
 
 
 def _skip_space(text: str, position: int) -> int:

@@ -27,7 +27,7 @@ class LossFile:
     One thread appends and reads; `sync` may run on another meanwhile.
 
     Attributes:
-        repaired: Bytes that were cut from a torn end when the file was opened.
+        repaired: Bytes that were cut when the file was opened: a torn end, or damage.
     """
 
     def __init__(self, file: ArrayFile, index: CanonicalIndex) -> None:
@@ -45,8 +45,8 @@ class LossFile:
     ) -> LossFile:
         """Return the file, open at its end, whole and valid, made where it is missing.
 
-        An end torn by a crash is cut after the last whole entry and closed. Linear in the number
-        of entries; 200,000 take some 0.1 s.
+        An end torn by a crash is cut after the last whole entry and closed; damage in the middle
+        is cut out. Linear in the number of entries; 200,000 take some 0.1 s.
 
         Args:
             path: The file.
@@ -59,9 +59,16 @@ class LossFile:
             StorageError: The file system refused.
         """
         data = read_or_none(path)
-        steps, losses, end, whole = scan_loss(data or b"", path=path)
-        num_items = len(steps)
-        file = ArrayFile(path, data, num_items=num_items, end=end, whole=whole, keep_cut=keep_cut)
+        steps, losses, scan = scan_loss(data or b"", path=path)
+        file = ArrayFile(
+            path,
+            data,
+            num_items=len(steps),
+            end=scan.end,
+            whole=scan.whole,
+            mended=scan.mended,
+            keep_cut=keep_cut,
+        )
         if void_entries:
             steps, losses = steps[void_entries:], losses[void_entries:]
         return cls(file, CanonicalIndex(steps, losses))

@@ -13,10 +13,11 @@ import math
 import operator
 from array import array
 from bisect import bisect_left, bisect_right
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from dist_ckpt.errors import CorruptFileError, UsageError
-from dist_ckpt.history._json_array import scan_array
+from dist_ckpt.history._json_array import ArrayScan, scan_array
 
 if TYPE_CHECKING:
     import os
@@ -75,18 +76,18 @@ def loss_kind(loss: float) -> Literal["nan", "inf", "-inf"] | None:
 
 def scan_loss(
     data: bytes, *, path: str | os.PathLike[str]
-) -> tuple[array[int], array[float], int, bool]:
-    """Return ``(steps, losses, end, whole)`` of the longest valid beginning of a loss file.
+) -> tuple[array[int], array[float], ArrayScan]:
+    """Return the steps and losses that are whole in a loss file, and what `scan_array` found.
 
-    Null is NaN in ``losses``. ``end`` and ``whole`` are as in `ArrayScan`.
+    Null is NaN in ``losses``; the scan's own items are let go of.
 
     Raises:
         CorruptFileError: The bytes never were a loss file.
     """
     if (columns := _scan_own(data)) is not None:
-        return *columns, len(data) - 1, True
+        return *columns, ArrayScan([], len(data) - 1, whole=True)
     scan = scan_array(data, accept=_are_entries, what="[step, loss]", path=path)
-    return *_columns(scan.items), scan.end, scan.whole
+    return *_columns(scan.items), replace(scan, items=[])
 
 
 def parse_loss(
@@ -103,15 +104,15 @@ def parse_loss(
     Raises:
         CorruptFileError: Not a JSON array of ``[step, loss]``; torn, without ``torn_ok``.
     """
-    steps, losses, end, whole = scan_loss(data, path=path)
-    if not whole and not torn_ok:
-        message = f"{path}: the loss file is whole up to byte {end} of {len(data)} only."
+    steps, losses, scan = scan_loss(data, path=path)
+    if not scan.whole and not torn_ok:
+        message = f"{path}: the loss file is whole up to byte {scan.end} of {len(data)} only."
         raise CorruptFileError(
             message,
             next_step="Read it again if the job runs; it is repaired when the run resumes.",
             path=path,
             expected="]",
-            found=repr(data[end : end + 40]),
+            found=repr(data[scan.end : scan.end + 40]),
         )
     return list(_pairs(steps, losses))
 

@@ -21,6 +21,7 @@ class NullHistory:
     def __init__(self) -> None:
         self.journal = NullJournal()
         self.replay: ReplayResult | None = None
+        self.damage: tuple[str, ...] = ()
 
     def begin(self, resumed_step: int | None, *, comparable: bool = True) -> None:
         """Do nothing."""

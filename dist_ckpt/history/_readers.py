@@ -156,7 +156,7 @@ def read_history(run_dir: _Path) -> RunHistory:
 
 
 def _canonical_loss(data: bytes, path: str, journal: bytes) -> list[LossEntry]:
-    steps, losses, _, _ = scan_loss(data, path=path)
+    steps, losses, _ = scan_loss(data, path=path)
     void, _ = void_counts(journal)
     return list(CanonicalIndex(steps[void:], losses[void:]))
 

@@ -90,6 +90,11 @@ class ReplayWindow:
         """Whether a loss differs though the first, which needs a forward pass only, agreed."""
         return self.first_difference is not None and self.first_difference != self.first_step
 
+    @property
+    def is_hole(self) -> bool:
+        """Whether what differs is that no loss is there: none was logged, or it was damaged."""
+        return self.first_difference is not None and self.first_difference not in self._losses
+
     def agrees(self, step: int, loss: float) -> bool:
         """Return whether ``step`` came out bit for bit as logged, and count it.
 

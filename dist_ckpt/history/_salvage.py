@@ -54,17 +54,35 @@ class Salvage:
         sync_dir(archive)
         self._kept_as = f"archive/{self._name(number)}"
 
-    def report(self, journal: Journal) -> None:
-        """Say in the journal what was cut, where anything was."""
+    def report(self, journal: Journal, num_behind: int = 0) -> str | None:
+        """Say in the journal what was cut, where anything was.
+
+        Args:
+            journal: Gets the event.
+            num_behind: Items behind damage in the middle of the file, which were kept.
+
+        Returns:
+            What to tell who looks on: of damage in the middle. A torn end is nothing unusual.
+        """
         if not self._cut:
-            return
+            return None
         short = len(self._cut) <= _SHORT_BYTES
         fields: dict[str, Any] = {"file": self._base, "num_bytes": len(self._cut)}
         if short:
             fields["cut"] = self._cut.decode("ascii", "backslashreplace")
         if self._kept_as is not None:
             fields["kept_as"] = self._kept_as
+        if num_behind:
+            fields["kept_behind"] = num_behind
         journal.append("torn_tail_cut", step=None, sync=True, **fields)
+        if not num_behind:
+            return None
+        where = self._kept_as or "the journal (torn_tail_cut)"
+        return (
+            f"{self._base} was damaged: {len(self._cut):,} bytes were cut out of its middle and "
+            f"lie in {where}; what stood behind them is kept. To have the lost entries again, put "
+            "back a copy of the file while the run is stopped"
+        )
 
     def _name(self, number: int) -> str:
         return f"{self._base}.torn-{self._attempt}-{number}"

@@ -103,6 +103,7 @@ class Samples:
             num_items=len(scan.items),
             end=scan.end,
             whole=scan.whole,
+            mended=scan.mended,
             keep_cut=keep_cut,
         )
         return cls(file, void_items)

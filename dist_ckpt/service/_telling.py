@@ -53,8 +53,7 @@ def report_start(
 ) -> bool:
     """Rank 0: say, journal and set aside; return whether replayed losses must be bit-equal."""
     journal, store = attempt.journal, attempt.store
-    for name in attempt.removed:
-        voice.say(f"removed {name}, left by an interrupted save")
+    _say_mended(attempt, voice)
     if imported is not None:
         report_import(attempt, imported, voice)
         return True
@@ -99,6 +98,13 @@ def report_start(
     if any(difference.part == "config" for difference in admitted) and not resumed.accepted:
         voice.say("optimizer and scheduler hold what was saved, whatever config says now")
     return not admitted and resumed.is_comparable
+
+
+def _say_mended(attempt: Attempt, voice: Voice) -> None:
+    for name in attempt.removed:
+        voice.say(f"removed {name}, left by an interrupted save")
+    for text in attempt.history.damage:
+        voice.warn(text)
 
 
 def look_for_losses(attempt: Attempt, point: ResumePoint, voice: Voice) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -175,7 +177,7 @@ LONG = b"[" + b",".join(b"\n[%d, %d.5]" % (step, step) for step in range(12)) + 
     st.integers(1, len(LONG)),
     st.sampled_from([b"", b"\0\0", b"]]]]]]"]),
 )
-def test_damage_anywhere_keeps_the_longest_valid_beginning(
+def test_damage_anywhere_keeps_the_longest_valid_beginning_and_what_is_whole_behind_it(
     damage: list[tuple[int, int]], kept: int, tail: bytes
 ) -> None:
     data = bytearray(LONG)
@@ -186,9 +188,82 @@ def test_damage_anywhere_keeps_the_longest_valid_beginning(
         json.loads(torn)
         return  # whole, whether ours or not: no question of a beginning
     entries, end = longest_valid_beginning(torn)
-    steps, losses, found_end, whole = scan_loss(torn, path="x")
-    assert [list(pair) for pair in zip(steps, losses, strict=True)] == entries
-    assert (found_end, whole) == (end, False)
+    behind = whole_lines_behind(torn, end)
+    steps, losses, scan = scan_loss(torn, path="x")
+    found: list[list[float | None]] = [list(pair) for pair in zip(steps, losses, strict=True)]
+    assert without_repetitions(found) == without_repetitions(entries + behind)
+    assert (scan.end, scan.whole, scan.mended is not None) == (end, False, bool(behind))
+    if scan.mended is not None:
+        assert json.loads(scan.mended.data + b"]") == found
+        assert scan.mended.data.startswith(torn[:end])
+        assert scan.mended.num_behind == len(behind)
+
+
+def whole_lines_behind(data: bytes, end: int) -> list[list[float | None]]:
+    """The slow truth: each line that begins with an entry, until damage holds a NUL byte."""
+    entries = []
+    stop = end
+    for start in (i + 1 for i in range(end, len(data)) if data[i : i + 1] == b"\n"):
+        match = re.match(rb" *(\[ *\d+ *, *(?:\d+(?:\.\d+)?) *\])", data[start:])
+        entry = None
+        with contextlib.suppress(ValueError):
+            entry = match and json.loads(match[1])  # 0 before another digit isn't JSON
+        if match and entry:
+            if b"\0" in data[stop:start]:
+                break
+            entries.append(entry)
+            stop = start + match.end()
+    return entries
+
+
+def without_repetitions(entries: list[list[float | None]]) -> list[list[float | None]]:
+    return [entry for i, entry in enumerate(entries) if i == 0 or entry != entries[i - 1]]
+
+
+def test_a_bad_bit_costs_one_entry_at_most(path: Path) -> None:
+    whole = parse_loss(LONG, path=path)
+    num_mended = 0
+    for position, bit in itertools.product(range(len(LONG)), range(8)):
+        data = bytearray(LONG)
+        data[position] ^= 1 << bit
+        if data[position] == 0:  # as a power cut leaves it: nothing behind is sure
+            continue
+        entries = parse_loss(bytes(data), path=path, torn_ok=True)
+        assert len(set(whole) - set(entries)) <= 1, (position, bit)
+        num_mended += scan_loss(bytes(data), path=path)[2].mended is not None
+    assert num_mended > len(LONG)
+
+
+@pytest.mark.parametrize("bad", [b"[3, q.5]", b"[3, 3,5]", b"\xff\xff", b"[2, 2.5],]3, 3.5]"])
+def test_damage_in_the_middle_is_cut_out_and_the_rest_kept(path: Path, bad: bytes) -> None:
+    """An entry in whose place the one before it stands again: counts in the journal stay true."""
+    data = LONG.replace(b"[3, 3.5]", bad)
+    path.write_bytes(data)
+    seen = []
+    file = LossFile.open(path, keep_cut=lambda cut: seen.append((cut, path.read_bytes())))
+    ((cut, before),) = seen
+    assert before == data
+    assert bad.split(b",]")[-1] in cut
+    assert file.repaired == len(cut) <= len(bad) + 4
+    assert file.num_entries == 12 + bad.startswith(b"[2")
+    assert [step for step, _ in file.entries()] == [0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11]
+    file.append(12, 0.5)
+    file.close()
+    assert json.loads(path.read_bytes())[-2:] == [[11, 11.5], [12, 0.5]]
+    assert path.read_bytes().startswith(LONG[: LONG.index(b",\n[3")])
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert os.listdir(path.parent) == [path.name]
+    again = reopened(path)
+    assert (again.repaired, again.num_entries) == (0, file.num_entries)
+
+
+def test_damage_to_the_first_entry_and_to_the_bracket_before_it(path: Path) -> None:
+    for bad in (b"{" + LONG[1:], LONG.replace(b"[0, 0.5]", b"[0, 0;5]")):
+        path.write_bytes(bad)
+        file = reopened(path)
+        assert file.num_entries == 12
+        assert file.entries() == parse_loss(LONG, path=path)[bad[0] == ord("[") :]
+        json.loads(path.read_bytes())
 
 
 @pytest.mark.parametrize("data", [b"", b"\0" * 4096, b" \n"])
@@ -353,9 +428,9 @@ def test_the_canonical_reading_is_the_contract_taken_word_for_word(
     ]
     assert canonical(entries) == plain
     data = b"[" + b",".join(encode_entry(*entry) for entry in entries) + b"]"
-    steps, losses, end, whole = scan_loss(data, path="x")
+    steps, losses, scan = scan_loss(data, path="x")
     assert list(CanonicalIndex(steps, losses)) == plain
-    assert (end, whole) == (len(data) - 1, True)
+    assert (scan.end, scan.whole) == (len(data) - 1, True)
 
 
 def test_a_history_of_200_000_steps_opens_and_grows_at_the_cost_of_a_short_one(

@@ -266,6 +266,66 @@ def test_a_repair_is_journalled_and_a_long_tail_set_aside(run_dir: Path) -> None
     assert events(run_dir, "torn_tail_cut")[1]["cut"] == ",\n[99, 0."
 
 
+def flip(path: Path, place: bytes) -> None:
+    """Damage the byte behind ``place``."""
+    data = bytearray(path.read_bytes())
+    at = data.index(place) + len(place)
+    data[at] ^= 0x40
+    path.write_bytes(data)
+
+
+def test_damage_in_the_middle_is_journalled_and_told_and_the_rest_kept(run_dir: Path) -> None:
+    train(run_dir, 1, resumed=None, until=60)
+    with History(run_dir, "andrea", 2) as history:
+        for step in range(61, 64):
+            history.sample(step, "a text " * 20, 1.0)
+        mark = history.mark(60)
+    flip(run_dir / "andrea.loss.json", b"\n[5, ")
+    flip(run_dir / "andrea.samples.json", b'"step": 62')
+    with History(run_dir, "andrea", 3) as history:
+        gap = history.gap(60, mark)
+        loss, samples = history.damage
+    assert gap is not None
+    assert (gap.num_missing, gap.last_found) == (1, 60)
+    assert [step for step, _ in read_loss(run_dir)] == [*range(1, 5), *range(6, 61)]
+    assert [sample["step"] for sample in read_samples(run_dir)] == [61, 63]
+    first, second = events(run_dir, "torn_tail_cut")
+    assert (first["file"], first["kept_behind"]) == ("andrea.loss.json", 55)
+    assert first["cut"].startswith(",\n[5, ")
+    assert second["kept_behind"] == 1
+    assert b"62" in (run_dir / second["kept_as"]).read_bytes()
+    assert loss.startswith("andrea.loss.json was damaged: ")
+    assert f"lie in {second['kept_as']}; what stood behind them is kept" in samples
+    with History(run_dir, "andrea", 4) as history:
+        assert history.damage == ()
+
+
+def test_counts_in_the_journal_hold_after_damage_was_cut_out(run_dir: Path) -> None:
+    with History(run_dir, "andrea", 1) as history:
+        for step in (3, 4, 5):
+            history.record(step, loss_of(step), {})
+        history.cut(2)  # to before all of them
+        for step in (3, 4, 5, 6):
+            history.record(step, 1.0 / step, {})
+    flip(run_dir / "andrea.loss.json", b"\n[4, ")  # a void one
+    after = [(step, 1.0 / step) for step in (3, 4, 5, 6)]
+    assert read_loss(run_dir) == after
+    with History(run_dir, "andrea", 2) as history:
+        assert len(history.damage) == 1
+        assert history.loss.entries() == after
+    assert read_loss(run_dir) == after
+
+
+def test_a_replay_across_a_hole_writes_what_is_missing_and_says_why(run_dir: Path) -> None:
+    train(run_dir, 1, resumed=None, until=9)
+    flip(run_dir / "andrea.loss.json", b"\n[7, ")
+    result = train(run_dir, 2, resumed=5, until=10)
+    assert result is not None
+    assert (result.agreed, result.first_difference) == (1, 7)
+    assert result.likely_cause == "the loss file has no loss of step 7"
+    assert read_loss(run_dir) == [(step, loss_of(step)) for step in range(1, 11)]
+
+
 def test_a_file_that_is_something_else_leaves_no_descriptor_open(run_dir: Path) -> None:
     (run_dir / "andrea.samples.json").write_bytes(b'{"not": "ours"}')
     before = sorted(os.listdir("/proc/self/fd"))

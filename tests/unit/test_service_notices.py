@@ -112,6 +112,23 @@ def test_losses_that_are_gone_are_said_at_the_resume_and_journalled(
     assert "missing" not in caplog.text
 
 
+def test_a_bad_bit_in_the_loss_file_costs_one_loss_and_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    _train(run, 8)
+    path = run / "run.loss.json"
+    data = path.read_bytes()
+    bad = data.replace(b"\n[3, 0", b"\n[3, p")
+    assert bad != data
+    path.write_bytes(bad)
+    _train(run, 10)
+    assert [step for step, _ in read_loss(run)] == [1, 2, *range(4, 11)]
+    assert "run.loss.json was damaged: " in caplog.text
+    assert "put back a copy of the file while the run is stopped" in caplog.text
+    assert "1 of the 8 losses up to step 8 are missing" in caplog.text
+
+
 def test_losses_of_a_whole_file_are_never_missed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
