@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -17,9 +18,9 @@ from dist_ckpt.cli._address import find_run
 from dist_ckpt.cli._answer import Answer, JsonOption
 from dist_ckpt.cli._branches import describe_branches, tell_branches
 from dist_ckpt.cli._text import plain, table
-from dist_ckpt.errors import NotFoundError, UsageError
-from dist_ckpt.history import LossEntry, replay_summary
-from dist_ckpt.runs import Run, label_runs
+from dist_ckpt.errors import DistCkptError, NotFoundError, UsageError
+from dist_ckpt.history import LossEntry, LossGap, replay_summary
+from dist_ckpt.runs import Run, label_runs, missing_losses
 from dist_ckpt.wording import counted
 
 if TYPE_CHECKING:
@@ -73,6 +74,10 @@ def _read(run: Run, label: str, *, raw: bool, replays: bool) -> dict[str, Any]:
     entries = run.loss_raw() if raw else run.loss()
     about = {"run": run.name, "label": label, "path": str(run.path), "raw": raw}
     curve = {**about, **_sum_up(entries)}
+    gap = None
+    with contextlib.suppress(DistCkptError):  # a damaged generation is no fault of the losses
+        gap = missing_losses(run)
+    curve["losses_missing"] = None if gap is None else dataclasses.asdict(gap)
     curve["entries"] = [list(entry) for entry in entries]
     if replays:
         curve["replays"] = [
@@ -113,6 +118,8 @@ def _tell(curves: Sequence[dict[str, Any]]) -> str:
             parts.append(
                 f"  {curve['not_finite']} entries aren't finite; the journal says which.\n"
             )
+        if (missing := curve["losses_missing"]) is not None:
+            parts.append(f"  LOSSES: {LossGap(**missing)}\n")
         parts += [f"  {_tell_replay(result)}\n" for result in curve.get("replays", ())]
         if curve.get("replays") == []:
             parts.append("  no step was computed again.\n")

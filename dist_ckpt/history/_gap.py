@@ -73,6 +73,8 @@ def mark_of_columns(steps: array[int], losses: array[float]) -> dict[str, Any]:
 def find_gap(step: int, mark: Any, found: Mapping[str, Any]) -> LossGap | None:
     """Return what is missing of ``mark``, None where nothing is or where it can't be told.
 
+    More than were logged is a file that was put back after a generation was saved without it.
+
     Args:
         step: The generation's.
         mark: What it notes; None of a generation that notes nothing.
@@ -80,6 +82,8 @@ def find_gap(step: int, mark: Any, found: Mapping[str, Any]) -> LossGap | None:
     """
     if not isinstance(mark, Mapping) or type(mark.get("losses")) is not int:
         return None
-    if mark.get("losses") == found["losses"] and mark.get("digest") == found["digest"]:
+    if mark["losses"] < found["losses"]:
+        return None
+    if mark["losses"] == found["losses"] and mark.get("digest") == found["digest"]:
         return None
     return LossGap(step, mark["losses"], found["losses"], found["last_step"])

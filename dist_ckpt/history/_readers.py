@@ -78,25 +78,34 @@ def read_loss_raw(run_dir: _Path) -> list[LossEntry]:
 def read_gap(
     run_dir: _Path, point_id: str, step: int, mark: Any, journal: Sequence[Mapping[str, Any]]
 ) -> LossGap | None:
-    """Return what the loss file lacks of what was logged, now or when the run was last resumed.
+    """Return what the loss file lacks now of what was logged.
 
-    None where nothing is missing, or where the generation was brought here from another run, whose
-    losses aren't expected.
+    Not only of what the newest generation notes: it may have been saved after losses were gone.
+    What a resume found missing is told until as many are there again, and what it found changed
+    until the next one; nothing of what lies behind ``step``. None where nothing is missing, or
+    where the generation was brought here from another run, whose losses aren't expected.
 
     Raises:
         CorruptFileError: The loss file is something else.
     """
-    for event in reversed(journal):
-        word = event.get("event")
-        if word == LOSSES_MISSING:
-            at, logged, found = (event.get(key) for key in ("step", "logged", "found"))
-            if type(at) is int and type(logged) is int and type(found) is int:
-                return LossGap(at, logged, found, event.get("last_found"))
-    if not any(e.get("event") == "saved" and e.get("id") == point_id for e in journal):
+    told = [event for event in journal if event.get("event") in (LOSSES_MISSING, "resumed")]
+    saved_here = any(e.get("event") == "saved" and e.get("id") == point_id for e in journal)
+    if not saved_here and all(event["event"] == "resumed" for event in told):
         return None
     name = run_name(run_dir)
     path = history_path(run_dir, name, "loss")
     entries = _canonical_loss(read_or_none(path) or b"", path, _journal_data(run_dir, name))
+    was_resumed = False
+    for event in reversed(told):
+        at, logged, found = (event.get(key) for key in ("step", "logged", "found"))
+        if event["event"] == "resumed":
+            was_resumed = True
+        elif type(at) is int and type(logged) is int and type(found) is int and at <= step:
+            left = [entry[0] for entry in entries if entry[0] <= at]
+            if len(left) < logged or (found >= logged and not was_resumed):
+                return LossGap(at, logged, len(left), left[-1] if left else None)
+    if not saved_here:
+        return None
     return find_gap(step, mark, mark_of(entry for entry in entries if entry[0] <= step))
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         runs_below,
     )
     from dist_ckpt.runs._run import Run, open_run, settings_of
-    from dist_ckpt.runs._status import read_status
+    from dist_ckpt.runs._status import missing_losses, read_status
     from dist_ckpt.runs._write import FORMATS, Written, write_export
 
 __all__ = [
@@ -63,6 +63,7 @@ __all__ = [
     "label_runs",
     "list_rows",
     "look_alive",
+    "missing_losses",
     "open_run",
     "pivot_run",
     "plan_pivot",
@@ -103,6 +104,7 @@ _HOMES = {
     "label_runs": "_labels",
     "list_rows": "_listing",
     "look_alive": "_liveness",
+    "missing_losses": "_status",
     "open_run": "_run",
     "pivot_run": "_pivot",
     "plan_pivot": "_pivot_plan",

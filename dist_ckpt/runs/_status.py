@@ -18,7 +18,7 @@ from dist_ckpt.runs._health import Failing, Status
 from dist_ckpt.runs._liveness import Evidence, Liveness, look_alive
 from dist_ckpt.runs._run import Run
 
-__all__ = ["read_status"]
+__all__ = ["missing_losses", "read_status"]
 
 #: So many of an attempt's last checkpoints tell its speed.
 _NUM_MARKS = 10
@@ -156,6 +156,17 @@ def _failing(journal: Sequence[Mapping[str, Any]]) -> Failing | None:
         return None
     since = failed[-1].get("time")
     return Failing(len(failed), since, str(failed[0].get("error")))
+
+
+def missing_losses(run: Run) -> LossGap | None:
+    """Return what the loss file lacks of what the newest usable generation, or a resume, knows of.
+
+    Raises:
+        CorruptFileError: Its loss file is something else.
+        StorageError: The file system refused.
+    """
+    committed, _ = _newest(run.store)
+    return None if committed is None else _gap(run.store, committed, run.journal())
 
 
 def _gap(

@@ -6,10 +6,10 @@ import json
 import time
 from pathlib import Path
 
-from dist_ckpt.history import History
+from dist_ckpt.history import History, read_journal
 from helpers.faulty_ops import Fault
 from helpers.run_dirs import call, ended_run, options_of
-from helpers.trainers import Job
+from helpers.trainers import Job, train
 
 
 def test_saves_that_keep_failing_are_told_with_count_time_and_cause(tmp_path: Path) -> None:
@@ -93,6 +93,39 @@ def test_losses_that_are_missing_are_counted(tmp_path: Path) -> None:
     assert "12 of the 12 losses" in call("status", run).out
     loss.write_text("garbage")
     assert call("show", run).status == 0
+
+
+def test_losses_of_a_file_that_was_put_back_are_no_longer_missed(tmp_path: Path) -> None:
+    run = ended_run(tmp_path)
+    loss = run / "small.loss.json"
+    copy = loss.read_bytes()
+    loss.write_text("[]")
+    train(options_of(run, until=12))
+    assert [e["found"] for e in read_journal(run) if e["event"] == "losses_missing"] == [0]
+    assert "12 of the 12 losses" in call("status", run).out
+    loss.write_bytes(copy.partition(b",\n[8,")[0] + b"]")
+    told = "5 of the 12 losses up to step 12 are missing from the loss file (the last is of step 7)"
+    assert told in call("status", run).out
+    assert told in call("loss", run).out
+    loss.write_bytes(copy)
+    train(options_of(run, until=16))
+    for command in ("status", "show", "loss"):
+        assert "missing from the loss file" not in call(command, run).out
+    assert call("status", run, "--json").json["losses_missing"] is None
+    assert call("loss", run, "--json").json["runs"][0]["losses_missing"] is None
+
+
+def test_losses_that_were_put_back_after_a_save_without_them_are_no_longer_missed(
+    tmp_path: Path,
+) -> None:
+    run = ended_run(tmp_path)
+    loss = run / "small.loss.json"
+    copy = loss.read_bytes()
+    loss.write_text("[]")
+    train(options_of(run, until=16))
+    assert "12 of the 12 losses up to step 12" in call("status", run).out
+    loss.write_bytes(copy[:-1] + b"," + loss.read_bytes()[1:])
+    assert call("status", run, "--json").json["losses_missing"] is None
 
 
 def test_losses_that_were_changed_are_noticed(tmp_path: Path) -> None:
