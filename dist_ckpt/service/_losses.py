@@ -77,7 +77,18 @@ class Losses:
         entry.metrics.update({name: _keep(name, value) for name, value in metrics.items()})
 
     def sample(self, step: int, text: str, loss: Any) -> None:
-        """Keep an audit sample of this step."""
+        """Keep an audit sample of this step.
+
+        Raises:
+            UsageError: The text isn't text, or the loss no number.
+        """
+        if not isinstance(text, str):  # here, not where it is written: the caller's line is told
+            raise UsageError(
+                f"The text of a sample is {type(text).__name__}, not str.",
+                next_step="Give text; decode bytes first.",
+                expected="str",
+                found=type(text).__name__,
+            )
         self._entry(step).samples.append((text, None if loss is None else _keep("loss", loss)))
 
     def own(self, step: int) -> float | None:
@@ -185,15 +196,23 @@ def _keep(name: str, value: Any) -> Any:
                 f"{name} is a tensor of shape {list(value.shape)}.",
                 next_step="Record one number; take the mean first.",
             )
+        # Its value isn't asked for, a device would have to be waited for; but it must have one.
+        if value.is_complex() or value.is_meta or value.layout is not torch.strided:
+            what = "meta" if value.is_meta else f"{value.dtype}, {value.layout}"
+            raise UsageError(
+                f"{name} is a tensor without a real number in it ({what}).",
+                next_step="Record real numbers or dense tensors of one element.",
+            )
         return value.detach().clone()
     try:
-        float(value)
-    except (TypeError, ValueError) as error:
+        plain = _plain(value)
+        float(plain)
+    except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(
-            f"{name} is a {type(value).__name__}, not a number.",
+            f"{name} is a {type(value).__name__}, not a number that a float can hold.",
             next_step="Record numbers or tensors of one element.",
         ) from error
-    return value
+    return plain
 
 
 def _plain(value: Any) -> Any:

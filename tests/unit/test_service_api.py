@@ -261,6 +261,34 @@ def test_samples_and_losses_of_a_body_are_logged_before_its_generation_commits(r
     ]
 
 
+def test_what_could_not_be_written_is_refused_where_it_is_given(run: Path) -> None:
+    """Not at the boundary: the checkpoint that is due there would go with it."""
+    net = Net()
+    bad: list[tuple[Callable[[dist_ckpt.Checkpointer], None], str]] = [
+        (lambda ckpt: ckpt.sample(b"bytes"), "bytes, not str"),  # type: ignore[arg-type]
+        (lambda ckpt: ckpt.sample("text", loss="much"), "not a number"),
+        (lambda ckpt: ckpt.sample("text", loss=torch.tensor(1j)), "without a real number"),
+        (lambda ckpt: ckpt.record(loss=torch.tensor(1j)), "without a real number"),
+        (lambda ckpt: ckpt.record(loss=torch.ones((), device="meta")), "without a real number"),
+        (lambda ckpt: ckpt.record(loss=torch.ones(1).to_sparse()), "without a real number"),
+        (lambda ckpt: ckpt.record(loss=10**400), "not a number that a float can hold"),
+        (lambda ckpt: ckpt.record(lr=np.ones(2)), "not a number"),
+    ]
+    with net.checkpointer(run, every=2) as ckpt:
+        for step in ckpt.steps(2):
+            ckpt.record(loss=net.update(), lr=np.float32(0.5))
+            for call, told in bad:
+                with pytest.raises(UsageError, match=told) as caught:
+                    call(ckpt)
+                assert caught.value.next_step
+            if step == 2:
+                ckpt.sample("text", loss=0.25)
+    assert _steps(run) == [2]
+    assert [step for step, _ in read_loss(run)] == [1, 2]
+    assert [(s["step"], s["text"], s["loss"]) for s in read_samples(run)] == [(2, "text", 0.25)]
+    assert [line["lr"] for line in read_history(run).metrics] == [0.5, 0.5]
+
+
 @pytest.mark.parametrize("what", ["record", "sample", "due"])
 def test_what_belongs_into_a_body_is_refused_outside(what: str, run: Path) -> None:
     calls: dict[str, Callable[[dist_ckpt.Checkpointer], Any]] = {
