@@ -138,7 +138,8 @@ class AppendFile:
         data = bytearray(self._size)
         if data:
             fill(self._open_fd(), [memoryview(data)], 0, self.path)
-            data[self._unsynced.start :] = self._unsynced.data
+            with self._writing:  # a sync on another thread may be letting go of the copy
+                data[self._unsynced.start :] = self._unsynced.data
         replace_durable(self.path, data)
         with self._closing:
             ops = get_ops()

@@ -443,6 +443,39 @@ def test_a_closing_bracket_that_was_written_over_is_written_anew_with_what_took_
     assert _durable(ops) == b"[1,2,3]"
 
 
+def test_a_file_is_named_again_whole_while_another_thread_ends_a_sync(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    half_done, go_on = threading.Event(), threading.Event()
+    with AppendFile(path) as file:
+        copy = file._unsynced
+
+        def end_sync() -> None:  # what it does, with a pause where its two parts don't agree
+            end = copy.start + len(copy.data)
+            copy.data.clear()
+            half_done.set()
+            go_on.wait(0.2)
+            copy.start = end
+
+        copy.end_sync = end_sync  # type: ignore[method-assign]
+        syncing = threading.Thread(target=file.sync)
+
+        class SyncWhileRead(FaultyOps):
+            def preadv(self, fd: int, buffers: list[memoryview], offset: int) -> int:  # type: ignore[override]
+                if not half_done.is_set():
+                    syncing.start()
+                    assert half_done.wait(10)
+                return super().preadv(fd, buffers, offset)
+
+        file.append(b"one, two")
+        path.unlink()
+        with use_ops(SyncWhileRead()):
+            file.revive()
+        go_on.set()
+        syncing.join(10)
+        assert half_done.is_set()
+        assert path.read_bytes() == b"one, two"
+
+
 def test_what_is_durable_is_kept_in_memory_no_longer(tmp_path: Path) -> None:
     with AppendFile(tmp_path / "a") as file:
         for number in range(3):
