@@ -106,6 +106,15 @@ class ArrayFile:
         self._end += len(data) - 1
         self.num_items += 1
 
+    def doubt(self, first: int) -> None:
+        """Have the next sync write the items anew of which the first begins at this offset.
+
+        Raises:
+            StorageError: The file system refused.
+        """
+        if first < self._end:  # from the bracket on that its append has replaced
+            self._file.doubt(max(1, first - len(b",\n")))
+
     def has_its_name(self) -> bool:
         """Return whether the path still leads to this file. Any thread."""
         return self._file.has_its_name()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dist_ckpt.history._array_file import read_or_none
 from dist_ckpt.history._gap import LossGap, find_gap
 from dist_ckpt.history._journal import Journal
+from dist_ckpt.history._lines_file import end_of_step
 from dist_ckpt.history._loss_file import LossFile
 from dist_ckpt.history._loss_format import loss_kind
 from dist_ckpt.history._marks import (
@@ -116,6 +117,16 @@ class History:
         self._journal_before = b""
         self._logged_metrics = self.metrics.steps_after(self._resumed_step)
         self.samples.begin(self._resumed_step)
+        # What comes out the same isn't written again, and the attempt that wrote it may have been
+        # killed after a sync that failed: the next generation must not stand on it unsynced.
+        # Not what a rewind has voided: it was durable, and `undelete` may bring it back.
+        for file, at_most in (
+            (self.loss.file, self.loss.num_after_void),
+            (self.metrics.file, None),
+            (self.samples.file, self.samples.num_after_void),
+        ):
+            data = read_or_none(file.path) or b""
+            file.doubt(end_of_step(data, self._resumed_step, at_most=at_most))
 
     def mark(self, step: int) -> dict[str, Any] | None:
         """Return what a resume point of ``step`` notes of the losses up to it. Main thread."""

@@ -11,7 +11,7 @@ import numbers
 import os
 import re
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from dist_ckpt.history._json_array import strict_loads
 from dist_ckpt.storage import AppendFile
@@ -19,7 +19,10 @@ from dist_ckpt.storage import AppendFile
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-__all__ = ["LinesFile", "encode_line", "load_object", "parse_lines", "to_json"]
+__all__ = ["LinesFile", "encode_line", "end_of_step", "load_object", "parse_lines", "to_json"]
+
+
+_STEP: Final = re.compile(rb'(?:\[|\{"step": )(\d{1,19})[,}]')
 
 
 def to_json(value: Any) -> Any:
@@ -82,6 +85,28 @@ def parse_lines(
     return parsed
 
 
+def end_of_step(data: bytes, step: int, *, at_most: int | None = None) -> int:
+    """Return where the first of the lines at the end begins that are all of later steps.
+
+    The length of ``data`` where there are none. Goes back from the end over lines that begin with
+    their step, as an entry, a sample or a line of metrics does; any other ends it, as do
+    ``at_most`` lines.
+    """
+    first = end = len(data)
+    while end > 0 and at_most != 0:
+        start = data.rfind(b"\n", 0, end) + 1
+        match = _STEP.match(data, start, end)
+        if match is None and data[start:end].strip():
+            break
+        if match is not None:
+            if int(match[1]) <= step:
+                break
+            first = start
+            at_most = None if at_most is None else at_most - 1
+        end = start - 1
+    return first
+
+
 class LinesFile:
     """The open end of a file of lines; made, or repaired, when it is built.
 
@@ -135,6 +160,15 @@ class LinesFile:
         """
         with self._lock:
             self._file.append(line)
+
+    def doubt(self, first: int) -> None:
+        """Have the next sync write the lines anew of which the first begins at this offset.
+
+        Raises:
+            StorageError: The file system refused.
+        """
+        with self._lock:
+            self._file.doubt(first)
 
     def has_its_name(self) -> bool:
         """Return whether the path still leads to this file. Any thread."""

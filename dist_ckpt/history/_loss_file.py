@@ -30,9 +30,10 @@ class LossFile:
         repaired: Bytes that were cut when the file was opened: a torn end, or damage.
     """
 
-    def __init__(self, file: ArrayFile, index: CanonicalIndex) -> None:
+    def __init__(self, file: ArrayFile, index: CanonicalIndex, num_void: int = 0) -> None:
         self._file = file
         self._index = index
+        self._num_void = num_void
         self.repaired = file.repaired
 
     @classmethod
@@ -71,7 +72,7 @@ class LossFile:
         )
         if void_entries:
             steps, losses = steps[void_entries:], losses[void_entries:]
-        return cls(file, CanonicalIndex(steps, losses))
+        return cls(file, CanonicalIndex(steps, losses), void_entries)
 
     @property
     def path(self) -> str:
@@ -82,6 +83,11 @@ class LossFile:
     def num_entries(self) -> int:
         """Entries in the file, void ones included."""
         return self._file.num_items
+
+    @property
+    def num_after_void(self) -> int:
+        """Entries behind those that the journal calls void."""
+        return max(0, self.num_entries - self._num_void)
 
     @property
     def num_canonical(self) -> int:
@@ -129,6 +135,7 @@ class LossFile:
     def void_all(self) -> None:
         """Let no entry count any more, in memory: the journal has to say so for readers."""
         self._index.clear()
+        self._num_void = self.num_entries
 
     @property
     def file(self) -> ArrayFile:

@@ -114,6 +114,11 @@ class Samples:
         return self._file.num_items
 
     @property
+    def num_after_void(self) -> int:
+        """Samples behind those that the journal calls void."""
+        return max(0, self.num_items - self._void_items)
+
+    @property
     def path(self) -> str:
         """Where it lies."""
         return self._file.path

@@ -110,6 +110,23 @@ class AppendFile:
             self._is_ragged = False
             self._grown(size_bytes, b"")
 
+    def doubt(self, offset: int) -> None:
+        """Have the next sync write anew what lies from ``offset`` on, as after a sync that failed.
+
+        For bytes that were found in the file: whether whoever wrote them could sync them isn't
+        known, and the system tells of a failure once only. Not beside an append.
+
+        Raises:
+            StorageError: The system refused.
+            UsageError: The file is closed.
+        """
+        with self._writing:
+            data = bytearray(self._size - offset)
+            if data:
+                fill(self._open_fd(), [memoryview(data)], offset, self.path)
+                self._unsynced.put(offset, data)
+                self._unsynced.is_doubtful = True
+
     def has_its_name(self) -> bool:
         """Return whether ``path`` still leads to this file. Any thread."""
         with self._closing:

@@ -13,6 +13,7 @@ import pytest
 from dist_ckpt import storage
 from dist_ckpt.errors import UsageError
 from dist_ckpt.history import Journal, Metrics, parse_journal, parse_metrics, read_journal
+from dist_ckpt.history._lines_file import end_of_step
 
 LINE = b'{"time": 1.5, "attempt": 1, "event": "started", "step": null}\n'
 SECOND = b'{"time": 2.5, "attempt": 1, "event": "saved", "step": 100}\n'
@@ -174,3 +175,31 @@ def test_only_events_whose_lines_name_a_word_are_read_and_a_torn_end_is_passed_o
     assert named[1]["line"] == 3
     assert parse_journal(data, naming=("rewound",)) == []
     assert len(parse_journal(data)) == 4
+
+
+@pytest.mark.parametrize(
+    ("data", "step", "behind"),
+    [
+        (b"[\n[1, 0.5],\n[2, 0.5],\n[3, 0.5]]", 2, b"[3, 0.5]]"),
+        (b"[\n[1, 0.5],\n[2, 0.5],\n[3, 0.5]]", 0, b"[1, 0.5],\n[2, 0.5],\n[3, 0.5]]"),
+        (b"[\n[1, 0.5],\n[2, 0.5],\n[3, 0.5]]", 3, b""),
+        (b"[\n[1, 0.5],\n[4, 0.5],\n[2, 0.5],\n[3, 0.5]]", 2, b"[3, 0.5]]"),
+        (b"[]", 0, b""),
+        (b"", 0, b""),
+        (b"[[1, 0.5], [2, 0.5]]", 0, b""),
+        (
+            b'{"step": 1, "lr": 2}\n{"step": 4}\n{"step": 2, "cut": true}\n{"step": 3}\n',
+            2,
+            b'{"step": 3}\n',
+        ),
+        (b'{"step": 5, "lr": 2}\n{"step": 6}\n', 4, b'{"step": 5, "lr": 2}\n{"step": 6}\n'),
+        (b'{"step": 5}\ndamaged\n{"step": 6}\n', 4, b'{"step": 6}\n'),
+    ],
+)
+def test_the_lines_at_the_end_that_are_of_later_steps(
+    data: bytes, step: int, behind: bytes
+) -> None:
+    first = end_of_step(data, step)
+    assert data[first:] == behind
+    assert end_of_step(data, step, at_most=0) == len(data)
+    assert first <= end_of_step(data, step, at_most=1) <= len(data)

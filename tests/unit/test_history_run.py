@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from dist_ckpt import storage
-from dist_ckpt.errors import CorruptFileError, NotFoundError
+from dist_ckpt.errors import CorruptFileError, NotFoundError, StorageError
 from dist_ckpt.history import (
     History,
     NullHistory,
@@ -264,6 +265,93 @@ def test_a_repair_is_journalled_and_a_long_tail_set_aside(run_dir: Path) -> None
     with History(run_dir, "andrea", 3):
         pass
     assert events(run_dir, "torn_tail_cut")[1]["cut"] == ",\n[99, 0."
+
+
+class Device(storage.Ops):
+    """What a device holds of some files: what was written before a sync that didn't fail."""
+
+    def __init__(self, *paths: Path) -> None:
+        self.held = {str(path): path.read_bytes() for path in paths}
+        self.dirty: list[tuple[str, bytes, int]] = []
+        self.written: list[bytes] = []
+        self.failing: str | None = None
+        self.failed: list[str] = []
+
+    def pwrite(self, fd: int, data: Any, offset: int) -> int:
+        done = super().pwrite(fd, data, offset)
+        self.dirty.append((os.readlink(f"/proc/self/fd/{fd}"), bytes(data[:done]), offset))
+        self.written.append(bytes(data[:done]))
+        return done
+
+    def fdatasync(self, fd: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        mine = [write for write in self.dirty if write[0] == path]
+        self.dirty = [write for write in self.dirty if write[0] != path]
+        if path == self.failing:  # the pages are taken for clean all the same, and it says so once
+            self.failing = None
+            self.failed.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().fdatasync(fd)
+        for _, data, offset in mine:
+            held = self.held.get(path, b"").ljust(offset, b"\0")
+            self.held[path] = held[:offset] + data + held[offset + len(data) :]
+
+
+@pytest.mark.parametrize("what", ["loss.json", "metrics.jsonl", "samples.json"])
+@pytest.mark.parametrize("resumed", [None, 5])
+def test_what_a_killed_attempt_could_not_sync_is_written_anew_by_the_next(
+    run_dir: Path, what: str, resumed: int | None
+) -> None:
+    """Replayed steps that agree aren't written again: a sync alone would succeed without them."""
+    path = run_dir / f"andrea.{what}"
+
+    def log(history: History, first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            history.record(step, loss_of(step), {"lr": 0.1})
+            history.sample(step, "text", None)
+
+    first = (resumed or 0) + 1
+    with History(run_dir, "andrea", 1) as history:
+        log(history, 1, first - 1)
+    durable = path.read_bytes()
+    device = Device(path)
+    with storage.use_ops(device):
+        history = History(run_dir, "andrea", 2)
+        history.begin(resumed)
+        log(history, first, 9)
+        device.failing = str(path)
+        with pytest.raises(StorageError):
+            history.sync()
+        assert device.failed == [str(path)]
+        history.abandon()  # killed
+        assert device.held[str(path)] == durable != path.read_bytes()
+        history = History(run_dir, "andrea", 3)
+        assert device.held[str(path)] == durable  # its first sync told nothing
+        history.begin(resumed)
+        log(history, first, 9)
+        assert device.dirty == []
+        history.sync()
+        assert device.held[str(path)] == path.read_bytes()
+        history.close()
+
+
+def test_what_a_rewind_voided_is_not_written_anew(run_dir: Path) -> None:
+    """It was durable, and the archive tells where in the file it lies."""
+    with History(run_dir, "andrea", 1) as history:
+        for step in (3, 4, 5):
+            history.record(step, loss_of(step), {})
+            history.sample(step, "text", None)
+        history.cut(2)  # to before all of them
+        history.record(3, 1.5, {})
+        history.sample(3, "another", None)
+    paths = [run_dir / f"andrea.{what}" for what in ("loss.json", "samples.json")]
+    device = Device(*paths)
+    with storage.use_ops(device), History(run_dir, "andrea", 2) as history:
+        history.begin(2)
+        before = len(device.written)
+        history.sync()
+        anew = device.written[before:]
+    assert anew == [b",\n[3, 1.5]]", b',\n{"step": 3, "loss": null, "text": "another"}]']
 
 
 def flip(path: Path, place: bytes) -> None:
