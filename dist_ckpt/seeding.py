@@ -62,11 +62,13 @@ def seed_generators(key: int) -> None:
     # same numbers.
     other = mix(key, 0)
     torch.default_generator.manual_seed(other & 0xFFFFFFFF)
-    try:
-        np.random.seed(other >> 32)  # noqa: NPY002 - datasets draw from the global generator
-    except TypeError:  # the user has set another bit generator than MT19937
-        bits = np.random.mtrand.get_bit_generator()
-        bits.state = type(bits)(other >> 32).state
+    np.random.seed(other >> 32)  # noqa: NPY002 - datasets draw from the global generator
+    kind = type(np.random.mtrand.get_bit_generator())
+    if kind is not np.random.MT19937:
+        # The user has set another: NumPy seeds it alone then, and keeps the second of the last two
+        # normal numbers for the next call.
+        state = {**kind(other >> 32).state, "has_gauss": 0, "gauss": 0.0}
+        np.random.set_state(state)  # noqa: NPY002 - as above
 
 
 @contextmanager

@@ -115,7 +115,8 @@ def load_groups(
                     where = f"{label_of('optimizer', key)}/param_groups/{index}/{name}"
                     notes.append(f"{where}: saved as {value}, stays {group[name]}")
             else:
-                _set_value(group, name, value)
+                with torch.no_grad():
+                    group[name] = _filled(group.get(name), value)
     return notes
 
 
@@ -132,17 +133,20 @@ def _reorder(group: dict[str, Any], names: list[str], wanted: list[str]) -> None
         group["param_names"] = [group["param_names"][place] for place in order]
 
 
-def _set_value(group: dict[str, Any], name: str, value: Any) -> None:
-    live = group.get(name)
-    with torch.no_grad():
-        if not isinstance(live, torch.Tensor):
-            group[name] = value
-        elif not isinstance(value, torch.Tensor):
-            live.fill_(value)
-        elif live.shape == value.shape and live.dtype == value.dtype:
-            live.copy_(value)  # a CUDA graph, or the user, may hold this very tensor
-        else:
-            group[name] = value.to(live.device)
+def _filled(live: Any, value: Any) -> Any:
+    """Return ``value``, in the live tensors where there are such: also inside tuples and lists.
+
+    A CUDA graph, or the user, may hold those very tensors (``lr``, one of ``betas``).
+    """
+    if isinstance(live, torch.Tensor):
+        if not isinstance(value, torch.Tensor):
+            return live.fill_(value)
+        if live.shape == value.shape and live.dtype == value.dtype:
+            return live.copy_(value)
+        return value.to(live.device)
+    if isinstance(live, tuple | list) and type(live) is type(value) and len(live) == len(value):
+        return type(value)(map(_filled, live, value))
+    return value
 
 
 class StatePlan:

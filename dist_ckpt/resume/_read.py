@@ -145,6 +145,8 @@ class Reader:
             source = self._source(key, tensor, buffers)
             for box, view in parts_of(tensor):
                 in_place = view.device.type == "cpu" and view.is_contiguous()
+                # The bytes of a lazily conjugated or negated view aren't those of its values.
+                in_place &= not (view.is_conj() or view.is_neg())
                 (direct if in_place else bounced).append(_Part(view, box, source))
         self._fill(direct, rank)
         sizes = [part.target.nbytes for part in bounced]

@@ -171,6 +171,24 @@ def test_a_tensor_learning_rate_is_filled_in_place() -> None:
     assert lr.item() == 0.5
 
 
+def test_tensors_inside_a_setting_are_filled_in_place_too() -> None:
+    betas = torch.tensor(0.5), torch.tensor(0.75)
+    net = make_net(1)
+    optimizer = torch.optim.Adam(net.parameters(), betas=betas, foreach=False)
+    optimizer.param_groups[0]["mine"] = [torch.tensor(1.0), 2]
+    saved = save(Captured(net, optimizer))
+    for beta in betas:
+        beta.fill_(0.125)
+    optimizer.param_groups[0]["mine"] = [held := torch.tensor(3.0), 4]
+    restore(Captured(net, optimizer), saved)
+    group = optimizer.param_groups[0]
+    assert type(group["betas"]) is tuple
+    assert all(found is beta for found, beta in zip(group["betas"], betas, strict=True))
+    assert [beta.item() for beta in betas] == [0.5, 0.75]
+    assert group["mine"][0] is held
+    assert group["mine"] == [torch.tensor(1.0), 2]
+
+
 def test_how_an_update_is_computed_stays_as_built_here_and_is_noted() -> None:
     net = make_net(1)
     saved = save(Captured(net, torch.optim.AdamW(net.parameters(), lr=0.3, foreach=True)))

@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset
 
 from dist_ckpt.errors import MismatchError, SettingError, UsageError
 from dist_ckpt.loader import ResumableLoader, permutation
+from dist_ckpt.seeding import seed_generators
 
 
 class Numbers:
@@ -314,8 +315,15 @@ def test_another_global_bit_generator_of_numpy_is_seeded_too() -> None:
     try:
         first, again = loader(Drawing(4), 4, seed=1), loader(Drawing(4), 4, seed=1)
         samples, state = next(first), np.random.get_state(legacy=False)  # noqa: NPY002
+        np.random.standard_normal()  # noqa: NPY002 - the second of two is kept for the next call
+        assert np.random.get_state(legacy=False)["has_gauss"]  # noqa: NPY002
+        state = np.random.get_state(legacy=False)  # noqa: NPY002
         assert next(again) == samples
         assert np.random.get_state(legacy=False) == state  # noqa: NPY002
+        seed_generators(5)
+        drawn = np.random.standard_normal()  # noqa: NPY002
+        seed_generators(5)
+        assert np.random.standard_normal() == drawn  # noqa: NPY002
     finally:
         np.random.set_bit_generator(before)  # type: ignore[attr-defined]
 

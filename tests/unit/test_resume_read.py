@@ -113,6 +113,18 @@ def test_targets_that_are_not_contiguous_are_filled(tmp_path: Path, target: torc
     assert torch.equal(target, source)
 
 
+@pytest.mark.parametrize("kind", ["conj", "neg"])
+def test_targets_that_are_resolved_lazily_are_filled(tmp_path: Path, kind: str) -> None:
+    source = torch.tensor([1 + 2j, 3 - 1j]) if kind == "conj" else torch.tensor([1.0, -2.0])
+    write_generation(tmp_path, [adam_part({"w": torch.zeros(1)}, buffers={"b": source})])
+    target: torch.Tensor = torch.zeros_like(source)
+    target = target.conj() if kind == "conj" else torch._neg_view(target)
+    assert target.is_contiguous()
+    assert target.is_conj() or target.is_neg()
+    reader_of(tmp_path).into({"model/b": target}, buffers={}, rank=0)
+    assert torch.equal(target, source)
+
+
 def test_channels_last_is_kept_and_filled(tmp_path: Path) -> None:
     source = torch.randn(2, 3, 4, 5)
     write_generation(tmp_path, [adam_part({"w": source})])
