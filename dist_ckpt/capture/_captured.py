@@ -10,10 +10,10 @@ import torch
 from dist_ckpt.capture._fit import StatePlan, check_groups, is_kin, load_groups, names_of
 from dist_ckpt.capture._gradients import restore_gradients
 from dist_ckpt.capture._live import LiveObjects
+from dist_ckpt.capture._memory import MadeTensors
 from dist_ckpt.capture._optim import label_of
 from dist_ckpt.capture._parts import (
     check_parts,
-    decode_value,
     load_stateful,
     words_of,
 )
@@ -254,7 +254,8 @@ class Captured(LiveObjects):
         found.raise_if_any()
         self.accepted += found.accepted
         words = [word for word in holders if word in saved and not is_accepted(word, omit)]
-        states = {word: decode_value(saved[word], get_tensor) for word in words}
+        made = MadeTensors([saved[word] for word in words], get_tensor)
+        states = {word: decode_tree(saved[word], get_tensor=made.get) for word in words}
         for word, state in states.items():
             load_stateful(word, holders[word], state)
 

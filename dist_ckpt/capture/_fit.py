@@ -15,6 +15,7 @@ from urllib.parse import unquote
 import torch
 from torch.optim import ASGD, Optimizer
 
+from dist_ckpt.capture._memory import strides_of
 from dist_ckpt.capture._optim import OptimizerStates, encode_name, iter_groups, label_of
 from dist_ckpt.capture._sharding import is_sharded
 from dist_ckpt.capture._values import Mismatches, TensorLike
@@ -181,6 +182,7 @@ class StatePlan:
         self.trees: dict[str, JSON] = {}
         self.homes: dict[str, Mapping[str, str]] = {}
         self.layouts: dict[str, dict[frozenset[str], list[str]]] = {}
+        self.orders: dict[str, dict[str, list[int]]] = {}
         for key, entry in saved.items():
             self.homes[key] = entry["homes"]
             self.layouts[key] = {frozenset(layout): layout for layout in entry["layouts"]}
@@ -188,6 +190,9 @@ class StatePlan:
                 (view.kept_name(name), tree)
                 for name, tree in entry["trees"].items()
                 if name not in self.elsewhere
+            )
+            self.orders.update(
+                (view.kept_name(name), orders) for name, orders in entry.get("orders", {}).items()
             )
         self.groups = {
             id(parameter): group
@@ -270,16 +275,21 @@ class StatePlan:
     def _target(self, name: str, path: str, spec: TensorLike) -> torch.Tensor:
         dtype = TORCH_DTYPES[spec.dtype]
         shape = tuple(spec.shape)
+        strides = self._strides(name, path, shape)
         live = self.states.by_param.get(name)
         if live is not None and live.tree is None and name not in self.trees:
             tensor = live.tensors.get(path)
-            if tensor is not None and tensor.dtype == dtype and tuple(tensor.shape) == shape:
+            fits = tensor is not None and tensor.dtype == dtype and tuple(tensor.shape) == shape
+            if tensor is not None and fits and strides in (None, tensor.stride()):
                 return tensor
         parameter = self.view.parameters[name]
         owner = self.states.owners[name]
         if shape and shape == tuple(parameter.shape):
             is_offloaded = self.homes.get(owner, {}).get(path) == "host"
             device = "cpu" if is_offloaded and not is_sharded(parameter) else None
+            if strides is not None:
+                where = device or parameter.device
+                return torch.empty_strided(shape, strides, dtype=dtype, device=where)
             return torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
         if shape and is_sharded(parameter):
             # As torch makes it there: Adafactor's rows and columns are whole on every rank.
@@ -288,7 +298,17 @@ class StatePlan:
         group = self.groups[id(parameter)]
         optimizer = inner_of(self.optimizers[owner])
         on_host = lies_on_host(path, group, optimizer, self.homes.get(owner, {}))
-        return torch.empty(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
+        home = torch.device("cpu") if on_host else parameter.device
+        return torch.empty_strided(shape, strides or strides_of(shape), dtype=dtype, device=home)
+
+    def _strides(self, name: str, path: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the strides of a tensor whose dims lay in an order of their own."""
+        order = self.orders.get(name, {}).get(path)
+        if order is None or is_sharded(self.view.parameters[name]):
+            return None
+        if sorted(order) != list(range(len(shape))):
+            raise _malformed(f"the dims of {name}/{path} lie in the order {order}")
+        return strides_of(shape, order)
 
     def _state(self, name: str, owner: str, tensors: dict[str, torch.Tensor]) -> dict[Any, Any]:
         tree = self.trees.get(name)

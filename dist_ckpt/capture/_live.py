@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from dist_ckpt.capture._drift import Drift
 from dist_ckpt.capture._gradients import encode_gradients
+from dist_ckpt.capture._memory import NotedTensors
 from dist_ckpt.capture._observed import Observed, observe
 from dist_ckpt.capture._optim import (
     OptimizerStates,
@@ -25,7 +26,6 @@ from dist_ckpt.capture._parts import (
     ExtraState,
     check_stateful,
     encode_stateful,
-    encode_value,
     named,
     state_of,
     stateful_kind,
@@ -45,7 +45,7 @@ from dist_ckpt.capture._zero import inner_of, is_zero
 from dist_ckpt.collecting import without_collection
 from dist_ckpt.errors import UsageError
 from dist_ckpt.slices import TensorSpec
-from dist_ckpt.tree import JSON
+from dist_ckpt.tree import JSON, encode_tree
 
 __all__ = ["LiveObjects"]
 
@@ -316,9 +316,14 @@ class LiveObjects:
         """
         values = {}
         view, states = self._look()
+        noted = NotedTensors(put_tensor)
         for word, holder in self._all_holders(view).items():
             path = word.replace(".", "/", 1)
-            values[word] = encode_value(state_of(word, holder), path, put_tensor)
+            state = state_of(word, holder)
+            with without_collection():
+                values[word] = encode_tree(state, path=path, put_tensor=noted.put)
+        with without_collection():
+            noted.finish()
         rng = encode_rng(self._generators, self._cuda_devices(view))
         gradients = encode_gradients(view, states)
         return {"rng": rng, "values": values, **({"gradients": gradients} if gradients else {})}

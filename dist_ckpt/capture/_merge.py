@@ -15,6 +15,8 @@ from dist_ckpt.tree import JSON
 
 __all__ = ["frame_of", "merge_frames", "merge_structures", "with_frame", "with_values"]
 
+#: What of an optimizer names parameters, besides its groups.
+_NAMED = ("kind", "layouts", "homes", "trees", "orders")
 _SAME_NEXT_STEP = "Build the same optimizers with the same number of groups on every rank."
 
 
@@ -47,7 +49,7 @@ def frame_of(shared: Mapping[str, JSON], aliases: Mapping[str, str]) -> dict[str
     """Return what in a rank's shared values names things; it seldom changes from save to save."""
     optimizers = {
         key: {
-            **{name: entry[name] for name in ("kind", "layouts", "homes", "trees")},
+            **{name: entry[name] for name in _NAMED if name in entry},
             "groups": [group["params"] for group in entry["groups"]],
         }
         for key, entry in shared["optimizers"].items()
@@ -102,6 +104,8 @@ def _merge_optimizer(merged: dict[str, Any], key: str, entry: Mapping[str, Any],
     ]
     known["homes"] = {**entry["homes"], **known["homes"]}
     known["trees"] = {**entry["trees"], **known["trees"]}
+    if "orders" in entry:
+        known["orders"] = {**entry["orders"], **known.get("orders", {})}
 
 
 def with_frame(shared: Mapping[str, JSON], frame: Mapping[str, JSON]) -> dict[str, JSON]:

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from dist_ckpt.capture._memory import dim_order, strides_of
+from dist_ckpt.capture._sharding import is_sharded
 from dist_ckpt.capture._walk import ModelView
 from dist_ckpt.capture._zero import check_zero, held_ids, inner_of, is_zero
 from dist_ckpt.errors import UnsupportedValueError
@@ -162,7 +164,8 @@ def _read_state(owner: str, state: Any, path: str) -> ParamState:
 
     def put(where: str, value: torch.Tensor | np.ndarray[Any, Any]) -> JSON:
         inner = where.removeprefix(f"{path}/").replace(".", "%2E").replace("/", ".")
-        tensors[inner] = value if isinstance(value, torch.Tensor) else torch.from_numpy(value)
+        tensor = value if isinstance(value, torch.Tensor) else torch.from_numpy(value)
+        tensors[inner] = tensor.detach()
         return inner
 
     return ParamState(owner, tensors, encode_tree(dict(state), path=path, put_tensor=put))
@@ -201,6 +204,8 @@ def encode_optimizer(
     ``{"kind", "groups": [{"params", "values"}], "layouts", "homes", "trees"}``: ``layouts`` holds
     each order of keys that occurs, ``homes`` where state lies when parameters are on an
     accelerator: small tensors; and those of their parameter's shape, if all lie on the host.
+    Beside them ``orders``, where there are such, of tensors whose dims lie in another order in
+    memory than a restore would give them.
     """
     label = label_of("optimizer", key)
     groups = []
@@ -231,13 +236,38 @@ def encode_optimizer(
                 elif tensor.dim():
                     offloaded[path] = home
     homes = {**{path: home for path, home in offloaded.items() if path not in beside}, **homes}
+    found = {
+        name: _orders_of(state, view.parameters[name])
+        for name, state in states.by_param.items()
+        if state.optimizer == key
+    }
+    orders = {name: own for name, own in found.items() if own}
     return {
         "kind": type(inner_of(optimizer)).__name__,
         "groups": groups,
         "layouts": [list(layout) for layout in layouts],
         "homes": homes,
         "trees": trees,
+        **({"orders": orders} if orders else {}),
     }
+
+
+def _orders_of(state: ParamState, parameter: torch.Tensor) -> dict[str, list[int]]:
+    """Return the order of the dims of each tensor where a restore would give it another."""
+    orders: dict[str, list[int]] = {}
+    is_plain = parameter.is_contiguous()
+    for path, tensor in state.tensors.items():
+        if is_plain and tensor.is_contiguous():
+            continue
+        if is_sharded(tensor) or is_sharded(parameter):
+            continue
+        usual = strides_of(tensor.shape)
+        if tensor.shape == parameter.shape:
+            usual = torch.empty_like(parameter, device="meta").stride()
+        order = dim_order(tensor)
+        if strides_of(tensor.shape, order) != usual:
+            orders[path] = order
+    return orders
 
 
 def check_optimizer(key: str, optimizer: Any) -> None:

@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
-import numpy as np
-import torch
 from torch import nn
 
 from dist_ckpt.capture._optim import label_of
 from dist_ckpt.capture._values import Mismatches, Stateful, is_accepted
-from dist_ckpt.errors import CorruptFileError, UnsupportedValueError, UsageError
-from dist_ckpt.tree import JSON, decode_tree, encode_tree
+from dist_ckpt.errors import UnsupportedValueError, UsageError
+from dist_ckpt.tree import JSON, encode_tree
 
 __all__ = [
     "ExtraState",
     "check_parts",
     "check_stateful",
-    "decode_value",
     "encode_stateful",
-    "encode_value",
     "load_stateful",
     "named",
     "state_of",
@@ -115,39 +111,6 @@ def load_stateful(label: str, value: Stateful, state: Any) -> None:
     except Exception as error:
         error.add_note(f"while giving {label} its saved state")
         raise
-
-
-def encode_value(value: Any, path: str, put: Any) -> JSON:
-    """Return ``value`` as a tree; tensors and arrays go to ``put(path, tensor)``.
-
-    A tensor's device type is noted beside its reference, so that it can be given back there.
-    """
-
-    def put_tensor(where: str, item: torch.Tensor | np.ndarray[Any, Any]) -> JSON:
-        if isinstance(item, torch.Tensor):
-            node = {"at": put(where, item)}
-            return node if item.device.type == "cpu" else {**node, "device": item.device.type}
-        # A copy where torch can't look at it in place (read-only, negative strides).
-        plain = item if item.flags.writeable and item.flags.c_contiguous else item.copy(order="C")
-        return {"at": put(where, torch.from_numpy(plain))}
-
-    return encode_tree(value, path=path, put_tensor=put_tensor)
-
-
-def decode_value(node: JSON, get: Any) -> Any:
-    """Return what `encode_value` was given, tensors on their device where this machine has it."""
-
-    def get_tensor(reference: JSON) -> torch.Tensor:
-        if not isinstance(reference, dict) or type(reference.get("at")) is not int:
-            raise CorruptFileError(
-                f"The saved state refers to a tensor by {reference!r:.100}.",
-                next_step="Verify the generation, or use another.",
-            )
-        tensor: torch.Tensor = get(reference["at"])
-        device = decode_tree({"$device": reference.get("device", "cpu")})
-        return tensor if device.type == tensor.device.type else tensor.to(device)
-
-    return decode_tree(node, get_tensor=get_tensor)
 
 
 def check_parts(

@@ -72,6 +72,11 @@ def _check_optimizer(entry: Any, where: str) -> None:
         _all_texts(_require(layout, list, where), where)
     _texts(_object(entry, where, "homes"), where)
     _object(entry, where, "trees")
+    orders = _require(entry.get("orders", {}), dict, f"{where}.orders")
+    for name, paths in orders.items():
+        for path, order in _require(paths, dict, f"{where}.orders.{name}").items():
+            if any(type(dim) is not int for dim in _require(order, list, f"{where}.orders")):
+                _refuse(f"{where}.orders.{name}.{path}")
 
 
 def _field(node: Any, where: str, name: str) -> Any:

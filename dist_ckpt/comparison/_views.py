@@ -213,7 +213,7 @@ def open_generation(directory: Path, label: str) -> GenerationView:
 
 
 def decode_shared(shared: JSON) -> dict[str, Any]:
-    """Return shared values decoded, without ``homes``: on which device state lies isn't state."""
+    """Return shared values decoded; on which device state lies, and in which order, isn't state."""
 
     def get_tensor(payload: JSON) -> torch.Tensor:
         if isinstance(payload, dict) and "data" in payload:
@@ -224,6 +224,7 @@ def decode_shared(shared: JSON) -> dict[str, Any]:
     decoded: dict[str, Any] = decode_tree(shared, get_tensor=get_tensor)
     for optimizer in decoded["optimizers"].values():
         optimizer.pop("homes", None)
+        optimizer.pop("orders", None)
     if set(decoded["optimizers"]) == {""}:  # the only one, which has no name
         decoded["optimizers"] = decoded["optimizers"][""]
     return decoded

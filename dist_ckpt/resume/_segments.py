@@ -152,8 +152,10 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, writable, of any dtype and number of dims."""
     if tensor.numel() == 0:
         return memoryview(bytearray())
-    flat: np.ndarray[Any, np.dtype[np.uint8]] = tensor.detach().view(-1).view(torch.uint8).numpy()
-    return flat.data
+    # One element may have any stride, which view(-1) would keep.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    content: np.ndarray[Any, np.dtype[np.uint8]] = flat.view(torch.uint8).numpy()
+    return content.data
 
 
 def batches_of(items: Sequence[Any], sizes: Sequence[int], limit_bytes: int) -> Iterator[list[Any]]:

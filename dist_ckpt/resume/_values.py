@@ -121,7 +121,9 @@ def _shifted(node: JSON, by: int) -> JSON:
     for tag in ("$tensor", "$ndarray"):
         reference = node.get(tag)
         if isinstance(reference, dict) and type(reference.get("at")) is int:
-            return {tag: {**reference, "at": reference["at"] + by}}
+            numbers = {name: reference.get(name) for name in ("at", "shares")}
+            moved = {name: n + by for name, n in numbers.items() if type(n) is int}
+            return {tag: {**reference, **moved}}
     return {key: _shifted(item, by) for key, item in node.items()}
 
 

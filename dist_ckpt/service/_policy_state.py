@@ -33,7 +33,7 @@ def plain_state(state: Any) -> Any:
     def tell(_path: str, tensor: Any) -> dict[str, Any]:
         array = tensor.detach().cpu() if isinstance(tensor, torch.Tensor) else tensor
         array = torch.as_tensor(array).contiguous()
-        content: Any = array.reshape(-1).view(torch.uint8).numpy()
+        content: Any = array.as_strided((array.numel(),), (1,)).view(torch.uint8).numpy()
         return {
             "dtype": str(array.dtype).removeprefix("torch."),
             "shape": list(array.shape),

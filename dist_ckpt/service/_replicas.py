@@ -72,8 +72,8 @@ def _compare(ranks: list[dict[str, str]]) -> None:
 def _digest(tensor: torch.Tensor) -> str:
     flat = tensor.detach().reshape(-1)
     step = max(flat.nbytes // _SAMPLE_BYTES, 1)
-    sample = flat[::step].contiguous().cpu().view(torch.uint8).numpy()
+    sample = flat[::step].clone(memory_format=torch.contiguous_format).cpu()
     shape = f"{tensor.dtype} {list(tensor.shape)} ".encode()
     found = xxhash.xxh3_64(shape)
-    found.update(sample.data)
+    found.update(sample.view(torch.uint8).numpy().data)
     return str(found.hexdigest())

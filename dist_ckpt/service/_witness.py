@@ -158,7 +158,7 @@ def _frame_of_user() -> Any:
 
 def _digest_tensor(tensor: torch.Tensor) -> str:
     local = getattr(tensor, "_local_tensor", tensor).detach().cpu().contiguous()
-    content: Any = local.reshape(-1).view(torch.uint8).numpy()
+    content: Any = local.as_strided((local.numel(),), (1,)).view(torch.uint8).numpy()
     return str(xxhash.xxh3_128(content).hexdigest())
 
 

@@ -108,11 +108,13 @@ def _runs(pairs: Sequence[_Pair]) -> Iterator[tuple[list[_Pair], int]]:
 def _join(sources: Sequence[torch.Tensor], first: torch.Tensor, pitch: int) -> Callable[[], Any]:
     """Return the call that copies small tensors to where the ``first`` target begins."""
     flat = first.view(-1).view(torch.uint8)
-    arrays = [source.view(-1).view(torch.uint8).numpy() for source in sources]
+    # One element may have any stride, which view(-1) would keep.
+    rows = [source.as_strided((source.numel(),), (1,)) for source in sources]
+    arrays = [row.view(torch.uint8).numpy() for row in rows]
     if pitch == 0:
         total = sum(source.nbytes for source in sources)
         packed = flat.as_strided((total,), (1,)).numpy()
         return lambda: np.concatenate(arrays, out=packed)
-    rows = [array.reshape(1, -1) for array in arrays]
-    pitched = flat.as_strided((len(rows), first.nbytes), (pitch, 1)).numpy()
-    return lambda: np.concatenate(rows, out=pitched)
+    lines = [array.reshape(1, -1) for array in arrays]
+    pitched = flat.as_strided((len(lines), first.nbytes), (pitch, 1)).numpy()
+    return lambda: np.concatenate(lines, out=pitched)

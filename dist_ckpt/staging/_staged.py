@@ -220,7 +220,8 @@ def _write(path: Path, size_bytes: int, parts: Iterable[torch.Tensor | int | byt
 
 def _pieces(tensor: torch.Tensor) -> Iterator[ByteArray]:
     """Yield a tensor's bytes, row-major, at most 16 MiB of host memory at a time."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    flat = whole.as_strided((whole.numel(),), (1,))  # one element may have any stride
     count = max(PIECE_BYTES // max(flat.element_size(), 1), 1)
     for at in range(0, flat.numel(), count):
         yield flat[at : at + count].cpu().view(torch.uint8).numpy()

@@ -37,7 +37,8 @@ def encode_tree(value: Any, *, path: str, put_tensor: PutTensor | None = None) -
         value: The value; not changed, not kept.
         path: Where it lies (``"extra/ema"``), for errors and for ``put_tensor``.
         put_tensor: Called with a unique path (``"extra/ema/shadow/0"``) and each tensor or
-            numeric array; what it returns, JSON too, is given to ``get_tensor`` at decoding.
+            numeric array, the very object where it has plain elements; what it returns, JSON too,
+            is given to ``get_tensor`` at decoding.
             Without it they are kept inline, up to `INLINE_LIMIT_BYTES` each.
 
     Raises:
@@ -155,16 +156,21 @@ class _Encoder:
 
     def _tensor(self, tensor: torch.Tensor) -> JSON:
         path = "/".join(self.parts)
+        given = tensor
         if tensor.layout is torch.strided and any(step == 0 for step in tensor.stride()):
             tensor = tensor.detach().contiguous()  # a copy is read, never written: any view will do
         check_tensor(tensor, path)
+        is_usual = tensor is given and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        is_usual &= not (tensor.is_conj() or tensor.is_neg())
         tensor = tensor.detach().resolve_conj().resolve_neg()
         if type(tensor) is not torch.Tensor:
             tensor = tensor.as_subclass(torch.Tensor)
         if self.put_tensor is not None:
-            return {"$tensor": self.put_tensor(path, tensor)}
+            return {"$tensor": self.put_tensor(path, given if is_usual else tensor)}
         self._check_inline(tensor.numel() * tensor.element_size())
-        raw = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        whole = tensor.cpu().contiguous()
+        flat = whole.as_strided((whole.numel(),), (1,))  # one element may have any stride
+        raw = flat.view(torch.uint8).numpy().tobytes()
         dtype = str(tensor.dtype).removeprefix("torch.")
         return {"$tensor": {"dtype": dtype, "shape": list(tensor.shape), "data": _base64(raw)}}
 

@@ -16,7 +16,7 @@ from dist_ckpt.tree import TORCH_DTYPES
 
 def to_bytes(tensor: torch.Tensor) -> bytes:
     """Return the elements in row-major order, whatever the tensor's strides."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = tensor.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 

@@ -68,6 +68,18 @@ def test_groups_of_stages_are_one_group_with_the_values_of_the_first() -> None:
     assert with_values(whole, [ranks[1]])["schedulers"]["scheduler"]["state"] == {"lr": 0.2}
 
 
+def test_orders_of_dims_are_those_of_all_ranks_and_of_none_where_there_are_none() -> None:
+    ranks = [shared([["a"]]), shared([["b"]]), shared([["c"]])]
+    ranks[1]["optimizers"][""]["orders"] = {"b": {"Q": [1, 0]}}
+    ranks[2]["optimizers"][""]["orders"] = {"c": {"Q": [0, 2, 1]}}
+    whole = with_frame(ranks[0], merge_frames([frame_of(item, {}) for item in ranks]))
+    orders = {"b": {"Q": [1, 0]}, "c": {"Q": [0, 2, 1]}}
+    assert whole["optimizers"][""]["orders"] == orders
+    assert with_values(whole, [ranks[0]])["optimizers"][""]["orders"] == orders
+    plain = with_frame(ranks[0], merge_frames([frame_of(ranks[0], {})]))
+    assert "orders" not in plain["optimizers"][""]
+
+
 def test_what_one_rank_gives_is_unchanged_by_putting_it_together() -> None:
     one = shared([["a", "b"], ["c"]], ties={"optimizer/b/x": "optimizer/a/x"})
     assert with_frame(one, merge_frames([frame_of(one, {"head": "wte"})])) == one

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from dist_ckpt.capture import Captured, check_shared
 from dist_ckpt.errors import CorruptFileError, MismatchError, UnsupportedValueError
 from dist_ckpt.slices import Role, TensorSpec
-from helpers.capturing import everything, fill, restore, save
+from helpers.capturing import everything, fill, prepare, restore, save
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -425,6 +425,78 @@ def test_channels_last_moments_keep_their_memory_format() -> None:
     moment = fresh.state[other.weight]["exp_avg"]
     assert moment.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(moment, optimizer.state[net.weight]["exp_avg"])
+
+
+class Rotating(torch.optim.Optimizer):
+    """As SOAP: state is what `torch.linalg.eigh` returns, which is column-major."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        for p in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[p]
+            if p.dim() == 2 and not state:
+                state["Q"] = torch.linalg.eigh(p.grad @ p.grad.T).eigenvectors
+                state["square"] = torch.zeros_like(p).t().contiguous().t()
+            if state:
+                state["square"].lerp_((state["Q"].T @ p.grad).square(), 0.05)
+                p.sub_(state["Q"] @ (state["square"].sqrt() + p.grad), alpha=self.defaults["lr"])
+
+
+def test_the_dims_of_state_lie_in_the_order_in_which_they_lay() -> None:
+    def train(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        losses = []
+        for number in range(3):
+            torch.manual_seed(number)
+            optimizer.zero_grad()
+            loss = net(torch.randn(16, 5)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    torch.manual_seed(0)
+    net, other = nn.Linear(5, 31), nn.Linear(5, 31)
+    optimizer, fresh = Rotating(net.parameters()), Rotating(other.parameters())
+    train(net, optimizer)
+    state = optimizer.state[net.weight]
+    assert not state["Q"].is_contiguous()
+    saved = save(Captured(net, optimizer))
+    restore(Captured(other, fresh), saved)
+    for key in ("Q", "square"):
+        assert fresh.state[other.weight][key].stride() == state[key].stride(), key
+    assert everything(Captured(other, fresh)) == everything(Captured(net, optimizer))
+    losses = train(net, optimizer)
+    assert train(other, fresh) == losses
+    restore(Captured(other, fresh), saved)  # into state that is there and fits
+    assert train(other, fresh) == losses
+    other.weight.data = other.weight.data.t().contiguous().t()
+    fresh.state[other.weight]["Q"] = state["Q"].contiguous()
+    restore(Captured(other, fresh), saved)
+    assert fresh.state[other.weight]["Q"].stride() == state["Q"].stride()
+
+
+@pytest.mark.parametrize("order", [[0], [0, 0], [1, 2], [0, 1, 2], "10", [0, True], [1.0, 0.0]])
+def test_an_order_of_dims_that_is_none_is_a_corrupt_file(order: Any) -> None:
+    net = nn.Linear(2, 2)
+    optimizer = Rotating(net.parameters())
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    saved = save(Captured(net, optimizer))
+    shared = json.loads(saved.shared)
+    assert shared["optimizers"][""]["orders"]["weight"]["Q"] == [1, 0]
+    shared["optimizers"][""]["orders"]["weight"]["Q"] = order
+    saved.shared = json.dumps(shared)
+    fresh = Captured(net := nn.Linear(2, 2), Rotating(net.parameters()))
+
+    def check() -> None:
+        check_shared(shared)
+        prepare(fresh, saved)
+
+    with pytest.raises(CorruptFileError):
+        check()
 
 
 def test_three_way_check_full_equals_uninterrupted_and_differs_from_weights_only() -> None:

@@ -125,6 +125,14 @@ def test_targets_that_are_resolved_lazily_are_filled(tmp_path: Path, kind: str) 
     assert torch.equal(target, source)
 
 
+def test_one_element_with_any_stride_is_filled(tmp_path: Path) -> None:
+    write_generation(tmp_path, [adam_part({"w": torch.tensor([3.0])})])
+    target = torch.zeros(100)[::50][1:]
+    assert target.view(-1).stride() == (50,)
+    reader_of(tmp_path).into({"model/w": target}, buffers={}, rank=0)
+    assert target.tolist() == [3.0]
+
+
 def test_channels_last_is_kept_and_filled(tmp_path: Path) -> None:
     source = torch.randn(2, 3, 4, 5)
     write_generation(tmp_path, [adam_part({"w": source})])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from dist_ckpt.layout import plan_layout
 from dist_ckpt.slices import Role
 from dist_ckpt.staging import RankValues, Staged, Staging
+from dist_ckpt.staging._staged import _pieces
 from helpers.generating import adam_part, live
 
 VALUES = RankValues(lambda _put: {"rng": {}, "values": {}}, {}, 0, 7, "0" * 32)
@@ -46,6 +47,21 @@ def test_bytes_are_the_same_by_either_way_whatever_the_sizes(
     fresh = bytes_of(Staging().stage(layout, list(tensors), VALUES))
     assert known == again == fresh
     assert staging._known._calls is not None
+    staging.close()
+
+
+def test_one_element_with_any_stride_is_copied() -> None:
+    odd = torch.arange(100.0)[::50][1:]
+    part = adam_part({"w": torch.randn(3)}, buffers={"odd": odd})
+    layout = plan_layout([[item.spec for item in part.tensors]])
+    staging = Staging()
+    first = bytes_of(staging.stage(layout, part.tensors, VALUES))
+    assert odd.view(-1).stride() == (50,)
+    assert odd.numpy().tobytes() in first[1]
+    assert bytes_of(staging.stage(layout, part.tensors, VALUES)) == first
+    assert bytes_of(staging.stage(layout, part.tensors, VALUES)) == first
+    assert staging._known._calls is not None
+    assert next(iter(_pieces(odd))).tobytes() == odd.numpy().tobytes()
     staging.close()
 
 
