@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -105,17 +107,15 @@ class Reader:
         return bytes(buffer)
 
     def own(self, rank: int, tensors: Iterable[OwnTensor]) -> list[torch.Tensor]:
-        """Return fresh CPU tensors read from a rank's ``.state`` file."""
+        """Return fresh CPU tensors read from a rank's ``.state`` file.
+
+        Raises:
+            CorruptFileError: Sizes that no tensor has, or a piece that isn't what was written.
+            StorageError: There is no memory for them.
+        """
         wanted = list(tensors)
-        try:
-            fresh = [torch.empty(t.shape, dtype=torch_dtype(t.dtype)) for t in wanted]
-        except (RuntimeError, TypeError, ValueError) as error:  # sizes that torch can't count
-            path = self._directory / state_name(rank)
-            raise CorruptFileError(
-                f"{path} has a tensor that can't be: {error}",
-                next_step="Use another generation.",
-                path=str(path),
-            ) from error
+        path = self._directory / state_name(rank)
+        fresh = [_room_of(own, path) for own in wanted]
         plan = FileSegments()
         for own, tensor in zip(wanted, fresh, strict=True):
             plan.add(own.byte_range.start, bytes_of(tensor))
@@ -152,8 +152,7 @@ class Reader:
         sizes = [part.target.nbytes for part in bounced]
         for batch in batches_of(bounced, sizes, _BOUNCE_BYTES):
             fresh = [
-                replace(part, target=torch.empty(part.target.shape, dtype=part.target.dtype))
-                for part in batch
+                replace(part, target=_room(part.target.shape, part.target.dtype)) for part in batch
             ]
             self._fill(fresh, rank)
             with torch.no_grad():
@@ -186,7 +185,7 @@ class Reader:
         for scatter in batch:
             key = (scatter.location, scatter.start, scatter.num_bytes)
             if key not in scratch:
-                scratch[key] = torch.empty(scatter.num_bytes, dtype=torch.uint8)
+                scratch[key] = _room((scatter.num_bytes,), torch.uint8)
                 file = plan.setdefault(scatter.location, FileSegments())
                 file.add(scatter.start, bytes_of(scratch[key]))
         self._read(plan)
@@ -226,6 +225,28 @@ class Reader:
                     path=str(path),
                 ) from error
             begin = 0.0
+
+
+def _room_of(own: OwnTensor, path: Path) -> torch.Tensor:
+    """Return room for a tensor whose sizes a file gives: they alone can be at fault there."""
+    dtype = torch_dtype(own.dtype)
+    try:
+        torch.empty(own.shape, dtype=dtype, device="meta")  # counted as ever, and no memory taken
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise CorruptFileError(
+            f"{path} has a tensor that can't be: {error}",
+            next_step="Use another generation.",
+            path=str(path),
+        ) from error
+    return _room(own.shape, dtype)
+
+
+def _room(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return an empty CPU tensor; where the memory is lacking, that speaks against no file."""
+    try:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    except RuntimeError as error:
+        raise storage.no_memory("allocate", math.prod(shape) * dtype.itemsize) from error
 
 
 def _beginning(sizes: Sequence[int], rank: int, num_ranks: int) -> tuple[int, float]:

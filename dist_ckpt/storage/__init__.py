@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from dist_ckpt.later import imported_later
 from dist_ckpt.storage._append import AppendFile
-from dist_ckpt.storage._arena import Arena
+from dist_ckpt.storage._arena import Arena, no_memory
 from dist_ckpt.storage._buffers import Buffers
 from dist_ckpt.storage._digest import FileDigest, digest_bytes
 from dist_ckpt.storage._link import link_or_copy, share_file
@@ -86,6 +86,7 @@ __all__ = [
     "lstat",
     "make_dir",
     "map_file",
+    "no_memory",
     "read_file",
     "read_head",
     "read_piece",

@@ -57,7 +57,7 @@ class Arena:
             )
         except (OSError, OverflowError, ValueError) as error:
             code = getattr(error, "errno", None) or errno.ENOMEM
-            raise _refused("allocate", self.size_bytes, code) from error
+            raise no_memory("allocate", self.size_bytes, code) from error
         import numpy as np  # noqa: PLC0415 - looking at a run needs none, and its import is long
 
         self._array: ByteArray | None = np.frombuffer(self._map, dtype=np.uint8)
@@ -94,7 +94,7 @@ class Arena:
             if code in (errno.EINVAL, errno.ENOSYS):  # Linux before 5.14
                 array[start:stop:PAGE_BYTES] |= 0
             elif code:
-                raise _refused("populate", self.size_bytes, code)
+                raise no_memory("populate", self.size_bytes, code)
 
     def close(self) -> None:
         """Give the memory back, or as soon as the last view of it is gone. Twice does no harm."""
@@ -117,7 +117,8 @@ class Arena:
         return 0
 
 
-def _refused(operation: str, size_bytes: int, code: int) -> StorageError:
+def no_memory(operation: str, size_bytes: int, code: int = errno.ENOMEM) -> StorageError:
+    """Return the error of host memory that can't be had; it speaks against no file."""
     error = StorageError(
         f"Could not {operation} {size_bytes:,} bytes of host memory: {os.strerror(code)}.",
         next_step="Free some memory, or train with more ranks so that each one keeps less.",

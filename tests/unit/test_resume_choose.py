@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -228,6 +229,29 @@ def test_a_disk_that_refuses_to_read_is_an_error_and_blames_no_generation(tmp_pa
         restore(tmp_path, Training())
     assert ops.struck == 1
     assert GenerationStore(tmp_path).steps() == [100, 200]
+
+
+def test_a_lack_of_memory_is_an_error_and_blames_no_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states, real, refused = saved_run(tmp_path, 100, 200), torch.empty, []
+
+    def empty(shape: Any, **named: Any) -> torch.Tensor:
+        if named.get("dtype") is torch.int64 and named.get("device") != "meta":  # of `Cursor`
+            refused.append(tuple(shape))
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return real(shape, **named)
+
+    training = Training()
+    with monkeypatch.context() as patch:
+        patch.setattr("dist_ckpt.resume._read.torch.empty", empty)
+        with pytest.raises(StorageError, match=" 8 bytes") as caught:
+            restore(tmp_path, training)
+    assert (refused, caught.value.errno) == ([(1,)], errno.ENOMEM)
+    resumed = restore(tmp_path, training)
+    assert resumed is not None
+    assert (resumed.step, resumed.skipped) == (200, ())
+    assert training.state() == states[200]
 
 
 def test_only_the_step_asked_for_is_restored(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +18,9 @@ from dist_ckpt.errors import (
     DigestMismatchError,
     FormatVersionError,
     MismatchError,
+    StorageError,
 )
-from dist_ckpt.generations import GenerationStore
+from dist_ckpt.generations import GenerationStore, is_bad_bytes
 from dist_ckpt.resume import Reader
 from dist_ckpt.resume._read import _beginning
 from dist_ckpt.slices import Role
@@ -32,6 +34,7 @@ from helpers.generating import (
     part_of,
     write_generation,
 )
+from helpers.hostile import little_memory
 
 DTYPES = [
     torch.bool,
@@ -193,6 +196,21 @@ def test_own_tensors_come_back_from_the_right_rank(tmp_path: Path) -> None:
         assert first.tolist() == [[float(rank)] * 2] * 5
         assert (second.item(), second.dtype) == (rank, torch.int8)
         assert tail.shared == {"lr": 0.1}
+
+
+def test_a_lack_of_memory_speaks_against_no_file(tmp_path: Path) -> None:
+    write_generation(tmp_path, [own_part(0)])
+    reader = reader_of(tmp_path)
+    with little_memory(), pytest.raises(StorageError, match="1,099,511,627,776 bytes") as caught:
+        reader.own(0, [OwnTensor(0, "uint8", (1 << 40,))])
+    assert caught.value.errno == errno.ENOMEM
+    assert not is_bad_bytes(caught.value)
+
+
+def test_sizes_that_no_tensor_has_are_bad_bytes_whatever_memory_there_is(tmp_path: Path) -> None:
+    write_generation(tmp_path, [own_part(0)])
+    with pytest.raises(CorruptFileError, match="can't be: Stride"):
+        reader_of(tmp_path).own(0, [OwnTensor(0, "uint8", (0, 1 << 62, 1 << 62))])
 
 
 def test_a_tail_of_another_save_is_refused_though_every_digest_is_right(tmp_path: Path) -> None:
