@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "HEADER_BYTES",
     "MAX_PARAMS",
+    "MAX_STEP",
     "CanonicalState",
     "bin_name",
     "bin_size",
@@ -47,7 +48,7 @@ __all__ = [
 
 HEADER_BYTES: Final = 8
 MAX_PARAMS: Final = 2**31 - 1  # n_params is an int32
-_MAX_STEP: Final = 2**31 - 1
+MAX_STEP: Final = 2**31 - 1  # likewise
 _PARAM_BYTES: Final = 12  # weight, m and v of one parameter, float32 each
 _FLOAT_BYTES: Final = 4
 _HEADER: Final = struct.Struct("<ii")
@@ -243,12 +244,12 @@ def parse_step_name(name: str) -> int | None:
 
 
 def _check_step(step: int) -> None:
-    if not 0 <= step <= _MAX_STEP:
-        message = f"Step {step} doesn't fit the .bin's int32 (0 … {_MAX_STEP})."
+    if not 0 <= step <= MAX_STEP:
+        message = f"Step {step} doesn't fit the .bin's int32 (0 … {MAX_STEP})."
         raise SettingError(
             message,
             next_step="Keep the sharded generation; it has no such limit.",
-            expected=_MAX_STEP,
+            expected=MAX_STEP,
             found=step,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from dist_ckpt.canonical import HEADER_BYTES, MAX_PARAMS
+from dist_ckpt.canonical import HEADER_BYTES, MAX_PARAMS, MAX_STEP
 from dist_ckpt.errors import MismatchError
 from dist_ckpt.layout._share import Cuts, share_tensors
 from dist_ckpt.resume_point import Canonical, shard_name, state_name
@@ -69,7 +69,7 @@ class Layout:
 
 
 def plan_layout(
-    ranks: Sequence[Sequence[TensorSpec]], order: Sequence[str] | None = None
+    ranks: Sequence[Sequence[TensorSpec]], order: Sequence[str] | None = None, *, step: int = 0
 ) -> Layout:
     """Return who writes what.
 
@@ -78,6 +78,7 @@ def plan_layout(
             second moments, other optimizer tensors, buffers.
         order: Names of all parameters in the order of the canonical file; None takes the order in
             which the ranks have them, which makes one only where each rank has all.
+        step: Of the save; all steps have one plan that the canonical file's header can count.
 
     Raises:
         MismatchError: Two ranks hold a tensor of one key with different shapes, dtypes or roles;
@@ -87,7 +88,7 @@ def plan_layout(
     weights = [spec for spec in merged.values() if spec.role is Role.WEIGHT]
     cuts = share_tensors(merged, ranks)
     has_order = order is not None or _all_have_all(weights, ranks)
-    canonical = _canonical(merged, weights, num_ranks=len(ranks), has_order=has_order)
+    canonical = _canonical(merged, weights, num_ranks=len(ranks), has_order=has_order, step=step)
     shards = [_Packer(start=HEADER_BYTES if canonical.is_shard else 0) for _ in ranks]
     zeros = _fill_shards(shards, merged, cuts, weights if canonical.is_shard else None)
     states = [_Packer(align=STATE_ALIGN) for _ in ranks]
@@ -237,6 +238,7 @@ def _canonical(
     *,
     num_ranks: int,
     has_order: bool,
+    step: int,
 ) -> Canonical:
     moments: dict[str | None, set[Role]] = {}
     others: dict[str | None, str] = {}
@@ -252,6 +254,8 @@ def _canonical(
     refused = None
     if not has_order:
         refused = "ranks have different parameters, and no order= says how they follow each other"
+    elif step > MAX_STEP:
+        refused = f"steps above {MAX_STEP} don't fit its int32"
     elif num_params > MAX_PARAMS:
         refused = f"{num_params} parameters are more than an int32 counts ({MAX_PARAMS})"
     elif wide := [spec for spec in in_shard if spec.dtype not in _NARROW]:

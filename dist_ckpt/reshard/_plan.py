@@ -145,9 +145,9 @@ class Plan:
     pieces: Mapping[str, Sequence[Piece]]
 
 
-def plan_reshard(specs: Sequence[Sequence[TensorSpec]]) -> Plan:
+def plan_reshard(specs: Sequence[Sequence[TensorSpec]], step: int) -> Plan:
     """Return where the tensors go on as many new ranks as there are lists of specs."""
-    layout = plan_layout(specs)
+    layout = plan_layout(specs, step=step)
     pieces: dict[str, list[Piece]] = {tensor.key: [] for tensor in layout.tensors}
     for rank, plan in enumerate(layout.ranks):
         for owned in (*plan.shard, *plan.state):

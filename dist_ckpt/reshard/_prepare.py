@@ -84,7 +84,7 @@ def prepare(store: StoredGenerations, point: ResumePoint, world_size: int) -> Pr
     reader = Reader(store, point)
     contents = sort_tensors(reader.index, point, path=store.path(point.step))
     tails = _read_tails(reader, point, world_size)
-    plan = plan_reshard(_specs(contents, reader.index, tails, point, world_size))
+    plan = plan_reshard(_specs(contents, reader.index, tails, point, world_size), point.step)
     new_id = secrets.token_hex(16)
     return Prepared(
         store=store,

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dist_ckpt.canonical import MAX_STEP
 from dist_ckpt.capture import Captured, frame_of, merge_frames, with_frame
 from dist_ckpt.collecting import without_collection
 from dist_ckpt.comm import Comm
@@ -65,9 +66,15 @@ class Planner:
         self._specs: list[TensorSpec] | None = None
         self._frame: dict[str, Any] | None = None
         self._plan: Plan | None = None
+        self._step = 0
 
     def plan(
-        self, specs: list[TensorSpec] | None, shared: Mapping[str, Any] | None, *, phase: str
+        self,
+        specs: list[TensorSpec] | None,
+        shared: Mapping[str, Any] | None,
+        *,
+        step: int,
+        phase: str,
     ) -> Plan | None:
         """Return the plan of these specs; None where a rank has none, since its capture failed.
 
@@ -76,6 +83,7 @@ class Planner:
         Args:
             specs: This rank's tensors, None where they couldn't be told.
             shared: This rank's shared values.
+            step: What is saved.
             phase: Names the moment in errors.
 
         Raises:
@@ -85,7 +93,9 @@ class Planner:
         if specs is not None and shared is not None:
             frame = frame_of(shared, self._captured.aliases())
         failed = frame is None
-        new_specs = self._plan is None or specs != self._specs
+        # Beyond the steps that the canonical file counts there is none: another plan.
+        is_beyond = (step > MAX_STEP) != (self._step > MAX_STEP)
+        new_specs = self._plan is None or specs != self._specs or is_beyond
         flags = [failed, new_specs, new_specs or frame != self._frame]
         agreed = self._comm.agree([int(flag) for flag in flags], phase=phase)
         failed, new_specs, new_frame = map(bool, agreed)
@@ -96,13 +106,16 @@ class Planner:
             self._plan = None  # none is left if what follows fails
             merged = self._merge(frame, phase)
             layout = None if new_specs else last
-            layout = layout or self._layout(specs, phase)
+            layout = layout or self._layout(specs, phase, step)
             self._plan = Plan(layout, merged, self._captured.parallelism())
-            self._specs, self._frame = specs, frame
+            self._specs, self._frame, self._step = specs, frame, step
         return self._plan
 
-    def predict(self) -> Layout | None:
+    def predict(self, step: int) -> Layout | None:
         """Return the layout after the first update, None where that can't be told. Collective.
+
+        Args:
+            step: Of that update.
 
         Raises:
             MismatchError: The ranks' tensors don't fit together; raised on every rank.
@@ -112,7 +125,7 @@ class Planner:
         if self._comm.agree([specs is None], phase=phase)[0] or specs is None:
             return None
         try:
-            return self._layout(specs, phase)
+            return self._layout(specs, phase, step)
         except MismatchError as error:
             raise named_after(phase, error) from error
 
@@ -124,8 +137,8 @@ class Planner:
         return merge_frames([json.loads(data) for data in told])
 
     @without_collection()
-    def _layout(self, specs: Sequence[TensorSpec], phase: str) -> Layout:
+    def _layout(self, specs: Sequence[TensorSpec], phase: str, step: int) -> Layout:
         if self._comm.world_size == 1:
-            return plan_layout([specs], self._order)
+            return plan_layout([specs], self._order, step=step)
         told = self._comm.gather(encode_specs(specs), phase=phase)
-        return plan_layout(decode_all(told), self._order)
+        return plan_layout(decode_all(told), self._order, step=step)

@@ -16,6 +16,7 @@ from typing import Any
 
 from dist_ckpt.capture import Captured
 from dist_ckpt.errors import DistCkptError, MismatchError, SaveFailedError
+from dist_ckpt.layout import Layout
 from dist_ckpt.resume_point import ResumePoint
 from dist_ckpt.service._finish import catch_up, export_verified, finish_generation, retire
 from dist_ckpt.service._job import Job, Saves, run_job
@@ -74,6 +75,7 @@ class Saver:
         self._counter = 0
         #: The step at which training began, until the first save has looked what changed since.
         self._began_at: int | None = None
+        self._refusals: set[str | None] = {None}  # that were told
         self._planner = Planner(captured, saves.comm, saves.settings.order)
         limit_secs = 2 * saves.settings.timeout_secs
         self._worker = Worker(self._report, limit_secs, lambda: saves.where.text, idle)
@@ -83,11 +85,9 @@ class Saver:
 
     def predict(self) -> None:
         """Have the arena ready before training where its size can be told; collective."""
-        layout = self._planner.predict()
+        layout = self._planner.predict((self._committed_step or 0) + 1)
         if layout is not None:
-            refused = layout.canonical.refused
-            if refused is not None and self._saves.settings.export != "never":
-                self._saves.say(f"makes no step_N.bin: {refused}")
+            self._tell_refused(layout)
             self._staging.adopt(layout.ranks[self._saves.comm.rank])
 
     def begin(self, step: int) -> None:
@@ -104,6 +104,13 @@ class Saver:
         for text in self._captured.drifted():
             self._saves.warn(text)
             self._saves.journal("note", step=step, sync=False, text=text)
+
+    def _tell_refused(self, layout: Layout) -> None:
+        """Say why there is no canonical file, once."""
+        refused = layout.canonical.refused
+        if refused not in self._refusals and self._saves.settings.export != "never":
+            self._saves.say(f"makes no step_N.bin: {refused}")
+        self._refusals.add(refused)
 
     @property
     def committed_step(self) -> int | None:
@@ -203,10 +210,11 @@ class Saver:
         except Exception as error:  # noqa: BLE001 - told to every rank through the job
             fault = during("capture", error)
         try:
-            plan = self._planner.plan(specs, shared, phase=f"capture of step {step}")
+            plan = self._planner.plan(specs, shared, step=step, phase=f"capture of step {step}")
         except MismatchError as error:
             fault = during("planning", error)
         if plan is not None:
+            self._tell_refused(plan.layout)
             values = RankValues(
                 encode=self._captured.rank_values,
                 shared=shared,

@@ -102,7 +102,7 @@ def write_generation(
     """
     store = GenerationStore(run_dir)
     if layout is None:
-        layout = plan_layout([[item.spec for item in part.tensors] for part in parts])
+        layout = plan_layout([[item.spec for item in part.tensors] for part in parts], step=step)
     temporary = store.prepare(step, id_[:8])
     files = write_rank_files(temporary, layout, parts, step=step, id_=id_)
     aliases = {

@@ -67,6 +67,39 @@ def test_the_continuation_is_bit_equal_to_the_run_that_never_stopped(
     assert found["states"].count([]) == 2
 
 
+def test_beyond_the_steps_that_a_bin_can_hold_there_is_none_and_saves_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    last, zeros = 2**31 - 1, np.zeros(6, np.float32)
+    dist_ckpt.write_bin(tmp_path / "late.bin", last - 1, zeros, zeros, zeros)
+    monkeypatch.setenv("DIST_CKPT_IMPORT", str(tmp_path / "late.bin"))
+    run = tmp_path / "run"
+
+    def go_on(until: int) -> list[str]:
+        caplog.clear()
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.Adam(model.parameters())
+        with dist_ckpt.Checkpointer(
+            run, model=model, optimizer=optimizer, every=1, keep_last=9
+        ) as ckpt:
+            for _ in ckpt.steps(until=until):
+                model(torch.ones(2)).sum().backward()
+                optimizer.step()
+        return caplog.messages
+
+    for until, told in ((last + 2, last + 1), (last + 4, last + 3)):
+        said = go_on(until)
+        why = "run: makes no step_N.bin: steps above 2147483647 don't fit its int32"
+        assert said.count(why) == 1
+        assert f"run: step {told} saved (cadence)" in said
+        assert not [text for text in said if "fail" in text]
+        monkeypatch.delenv("DIST_CKPT_IMPORT", raising=False)
+    steps = [last + more for more in (-1, 0, 1, 2, 3, 4)]
+    assert GenerationStore(run).steps() == steps
+    assert sorted(path.name for path in run.glob("*.bin")) == [f"step_{s}.bin" for s in steps[:2]]
+
+
 def test_what_was_imported_and_what_wasnt_is_said_journalled_and_in_resumed(
     tmp_path: Path, given: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

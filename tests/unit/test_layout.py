@@ -140,6 +140,15 @@ def test_a_state_that_the_canonical_file_cannot_hold_says_why(
     assert not canonical.is_shard
 
 
+def test_a_step_that_the_canonical_files_header_cannot_hold_has_none() -> None:
+    last = plan_layout([adam_specs(SHAPES)], step=2**31 - 1)
+    assert last == plan_layout([adam_specs(SHAPES)])
+    beyond = plan_layout([adam_specs(SHAPES)], step=2**31)
+    assert beyond.canonical.refused == "steps above 2147483647 don't fit its int32"
+    assert not beyond.canonical.is_shard
+    assert beyond.ranks[0].shard_bytes == last.ranks[0].shard_bytes - 8
+
+
 def test_two_ranks_never_write_the_canonical_file_as_a_shard() -> None:
     canonical = plan_layout([adam_specs(SHAPES)] * 2).canonical
     assert canonical.refused is None
