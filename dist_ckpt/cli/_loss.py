@@ -193,8 +193,10 @@ def _draw(curves: Sequence[dict[str, Any]], path: Path) -> str:
             f"{path.parent} isn't a directory.", next_step="Make it first.", path=str(path)
         )
     from dist_ckpt import report  # noqa: PLC0415 - as above
+    from dist_ckpt.export import put_whole  # noqa: PLC0415 - as above
 
-    storage.replace_durable(path, report.draw_png(_panels(curves)), mode=0o644)
+    data = report.draw_png(_panels(curves))
+    put_whole(path, lambda beside: storage.write_durable(beside, data, mode=0o644))
     return str(path)
 
 

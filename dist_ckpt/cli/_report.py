@@ -31,6 +31,7 @@ def report(
 ) -> Answer:
     """Write one HTML page about a run that needs nothing else: curve, attempts, generations."""
     from dist_ckpt import report as report_  # noqa: PLC0415 - imports numpy
+    from dist_ckpt.export import put_whole  # noqa: PLC0415 - as above
 
     found = find_run(run)
     path = Path(output if output is not None else f"{found.name}.html")
@@ -48,7 +49,7 @@ def report(
         )
     gathered = report_.gather(found)
     data = report_.render_page(gathered, every_bit=exact).encode()
-    storage.replace_durable(path, data)
+    put_whole(path, lambda beside: storage.write_durable(beside, data, mode=0o600))
     document = {
         "run": found.name,
         "path": str(path),

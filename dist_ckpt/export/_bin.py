@@ -7,7 +7,7 @@ it. In every other case it is put together from the shards.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -25,6 +25,7 @@ from dist_ckpt.canonical import (
 )
 from dist_ckpt.errors import DistCkptError, UsageError
 from dist_ckpt.export._assemble import canonical_pieces
+from dist_ckpt.export._put import put_whole
 from dist_ckpt.export._sum import write_sum
 from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.resume_point import ResumePoint, shard_name
@@ -35,7 +36,6 @@ _BUFFER_BYTES = 4 << 20
 
 __all__ = [
     "export_bin",
-    "put_whole",
     "read_bin",
     "read_header",
     "write_bin",
@@ -146,25 +146,6 @@ def write_whole(target: Path, size_bytes: int, pieces: Iterable[bytes | memoryvi
     return put_whole(target, write)
 
 
-def put_whole(target: Path, make: Callable[[Path], str]) -> str:
-    """Have what ``make`` makes beside ``target`` under that name, durable; return its answer.
-
-    What is at ``target`` is replaced at once, and by something whole only.
-    """
-    beside = target.with_name(f".tmp-{target.name}")
-    storage.unlink(beside, missing_ok=True)
-    try:
-        answer = make(beside)
-        storage.rename(beside, target)
-        # Two links of one file: the rename did nothing, and left both.
-        storage.unlink(beside, missing_ok=True)
-    except BaseException:
-        storage.unlink(beside, missing_ok=True)
-        raise
-    storage.sync_dir(target.parent)
-    return answer
-
-
 def export_bin(store: StoredGenerations, point: ResumePoint, *, copy: bool = False) -> str:
     """Have ``step_N.bin`` of a generation; return how: link, reflink, copy, assembled, there.
 
@@ -194,7 +175,7 @@ def export_bin(store: StoredGenerations, point: ResumePoint, *, copy: bool = Fal
         storage.unlink(sum_path)
         storage.sync_dir(sum_path.parent)
     if point.canonical.is_shard:
-        how = put_whole(target, lambda beside: storage.link_or_copy(shard, beside, copy=copy))
+        how: str = put_whole(target, lambda beside: storage.link_or_copy(shard, beside, copy=copy))
         write_sum(target)
     else:
         size = bin_size(point.canonical.num_params)

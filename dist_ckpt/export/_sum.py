@@ -9,6 +9,7 @@ from typing import Final
 
 from dist_ckpt import storage
 from dist_ckpt.errors import CorruptFileError, DigestMismatchError, NotFoundError
+from dist_ckpt.export._put import put_whole
 
 __all__ = ["check_sum", "read_sum", "write_sum"]
 
@@ -21,7 +22,9 @@ def write_sum(path: Path, digest: str | None = None) -> str:
     """Have ``FILE.sha256`` beside a file; return the sum, computed where it isn't given."""
     found = digest or storage.sha256_file(path)
     mark, name = _spell(path.name)
-    storage.replace_durable(_beside(path), b"%s%s  %s\n" % (mark, found.encode(), name))
+    line = b"%s%s  %s\n" % (mark, found.encode(), name)
+    # By a name of its own: two may export to one name, beside each other.
+    put_whole(_beside(path), lambda beside: storage.write_durable(beside, line, mode=0o600))
     return found
 
 

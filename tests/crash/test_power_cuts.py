@@ -218,9 +218,9 @@ SYNCS = {
         ONE,
         r"/run/checkpoints/step_\d+/\.verified\.json\.tmp",
     ),
-    "the sum of the .bin": (ONE, r"/run/\.step_\d+\.bin\.sha256\.tmp"),
-    "the .bin, a copy": (COPY, r"/run/\.tmp-step_\d+\.bin"),
-    "the .bin, put together from two ranks": (TWO, r"/run/\.tmp-step_\d+\.bin"),
+    "the sum of the .bin": (ONE, r"/run/\.tmp-step_\d+\.bin\.sha256-[0-9a-f-]+"),
+    "the .bin, a copy": (COPY, r"/run/\.tmp-step_\d+\.bin-[0-9a-f-]+"),
+    "the .bin, put together from two ranks": (TWO, r"/run/\.tmp-step_\d+\.bin-[0-9a-f-]+"),
     "the archive's directory": (BACK, "/run/archive"),
     "the directory of what a rewind set aside": (BACK, r"/run/archive/rewind_to_\d+"),
     "the samples that a rewind set aside": (

@@ -160,7 +160,7 @@ def test_1000_signals_of_all_kinds_at_random_instants_lose_nothing(
 @pytest.mark.parametrize(
     ("sig", "phase", "op", "path"),
     [
-        (signal.SIGTERM, "the export", "rename", "*/.tmp-step_000007.bin"),
+        (signal.SIGTERM, "the export", "rename", "*/.tmp-step_000007.bin-*"),
         (signal.SIGUSR1, "the read-back", "preadv", "*/step_000007/*.shard"),
         (signal.SIGTERM, "the retirement", "rename", "*/step_000007"),
         (signal.SIGUSR1, "the commit", "rename", "*/.tmp-step_000007-*"),

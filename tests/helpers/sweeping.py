@@ -57,7 +57,7 @@ LASTING: dict[str, frozenset[str]] = {
     "EROFS": _NAMES | _REMOVALS | _BYTES | _SYNCS | {"ftruncate", "fchmod"},
     "EIO": _NAMES | _REMOVALS | _BYTES | _SYNCS | {"ftruncate", "fchmod", "preadv", "listdir"},
 }
-_RANDOM = re.compile(r"(\.tmp-(?:trash-)?step_\d+)-[0-9a-f]+")
+_RANDOM = re.compile(r"(\.tmp-(?:trash-)?step_\d+(?:\.bin(?:\.sha256)?)?)-[0-9a-f-]+")
 
 
 @dataclass(frozen=True)

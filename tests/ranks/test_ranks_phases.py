@@ -43,7 +43,7 @@ PHASES: dict[str, tuple[int, str, str]] = {
     "reading back": (0, "open", "*/step_000008/*.shard"),
     "reading back, rank 1": (1, "open", "*/step_000008/*.shard"),
     "marking a generation verified": (0, "open", "*/step_000008/.verified.json.tmp"),
-    "exporting": (0, "rename", "*/.tmp-step_000008.bin"),
+    "exporting": (0, "rename", "*/.tmp-step_000008.bin-*"),
     "retiring": (0, "rename", "*/step_000004"),
 }
 

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from dist_ckpt import storage
+from dist_ckpt.announce import process_start_time
 from dist_ckpt.canonical import bin_size, encode_header, parse_header, regions
 from dist_ckpt.capture import LiveTensor
 from dist_ckpt.errors import (
@@ -29,7 +30,15 @@ from dist_ckpt.errors import (
     StorageError,
     UsageError,
 )
-from dist_ckpt.export import canonical_pieces, export_bin, read_bin, read_sum, write_bin, write_sum
+from dist_ckpt.export import (
+    canonical_pieces,
+    export_bin,
+    read_bin,
+    read_sum,
+    write_bin,
+    write_sum,
+    write_whole,
+)
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.layout import plan_layout
 from dist_ckpt.resume_point import ResumePoint
@@ -407,8 +416,9 @@ def test_the_name_is_given_to_a_whole_file_only(tmp_path: Path) -> None:
             export_bin(store, point, copy=copy)
         assert isinstance(ops, RecordingOps)
         target = store.bin_path(100)
-        beside = str(target.with_name(f".tmp-{target.name}"))
         calls = [(call.op, call.path, call.args) for call in ops.calls]
+        (beside,) = (path for op, path, args in calls if (op, args) == ("rename", (target,)))
+        assert Path(beside).name.startswith(f".tmp-{target.name}-")
         rename = calls.index(("rename", beside, (target,)))
         before, after = calls[:rename], calls[rename + 1 :]
         assert not any(op == "pwrite" and path == str(target) for op, path, _ in calls)
@@ -543,9 +553,9 @@ def test_an_index_that_lacks_a_parameter_is_an_error_of_ours(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
-        (Fault("pwrite", ".tmp-step_000100.bin", error="ENOSPC"), NoSpaceError),
-        (Fault("fsync", ".tmp-step_000100.bin", error="EIO"), StorageError),
-        (Fault("rename", ".tmp-step_000100.bin", error="EIO"), StorageError),
+        (Fault("pwrite", ".tmp-step_000100.bin-*", error="ENOSPC"), NoSpaceError),
+        (Fault("fsync", ".tmp-step_000100.bin-*", error="EIO"), StorageError),
+        (Fault("rename", ".tmp-step_000100.bin-*", error="EIO"), StorageError),
     ],
     ids=["write", "sync", "rename"],
 )
@@ -567,7 +577,7 @@ def test_an_export_that_fails_leaves_nothing_and_can_be_made_again(
 def test_an_export_over_a_wrong_file_that_fails_leaves_no_sum_for_it(tmp_path: Path) -> None:
     point = write_generation(tmp_path, [adam_part(weights())] * 2)
     put(tmp_path, b"wrong")
-    ops = FaultyOps(Fault("rename", ".tmp-step_000100.bin", error="EIO"))
+    ops = FaultyOps(Fault("rename", ".tmp-step_000100.bin-*", error="EIO"))
     with use_ops(ops), pytest.raises(StorageError):
         export_bin(GenerationStore(tmp_path), point)
     assert ops.struck == 1
@@ -588,6 +598,45 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert not state.weights.flags.writeable
     assert path.stat().st_mode & 0o777 == 0o400
     assert os.listdir(tmp_path) == ["x.bin"]
+
+
+def test_of_two_exports_to_one_name_each_puts_a_whole_file_there(tmp_path: Path) -> None:
+    target, half = tmp_path / "x.bin", 1 << 20
+    began, go_on = threading.Event(), threading.Event()
+
+    def second() -> Iterator[bytes]:
+        yield b"b" * half
+        began.set()
+        assert go_on.wait(20)
+        yield b"b" * half
+
+    def first() -> Iterator[bytes]:
+        yield b"a" * half
+        other.start()
+        assert began.wait(20)
+        yield b"a" * half
+
+    other = threading.Thread(target=lambda: write_whole(target, 2 * half, second()))
+    digest = write_whole(target, 2 * half, first())
+    assert other.is_alive()  # in the midst of its file
+    data = target.read_bytes()
+    go_on.set()
+    other.join(20)
+    assert (data, digest) == (b"a" * 2 * half, hashlib.sha256(data).hexdigest())
+    assert target.read_bytes() == b"b" * 2 * half
+    assert os.listdir(tmp_path) == ["x.bin"]
+
+
+def test_what_killed_exports_left_is_removed_and_what_is_being_written_is_not(
+    tmp_path: Path,
+) -> None:
+    parent = os.getppid()
+    alive = f".tmp-x.bin-{parent}-{process_start_time(parent)}-0123abcd"
+    others = [alive, f".tmp-x.bin.sha256-{parent}-1-0123abcd", ".tmp-x.binary"]
+    for name in (".tmp-x.bin", f".tmp-x.bin-{parent}-1-0123abcd", *others):
+        (tmp_path / name).write_text("half")
+    write_whole(tmp_path / "x.bin", 1, [b"a"])
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, "x.bin"])
 
 
 def test_narrower_floats_are_widened_and_wider_ones_refused(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ MET = [
     (".tmp-fork-branch", "fork"),
     (".tmp-two-0123abcd", "reshard"),
     (".tmp-out.bin", "export"),
-    (".out.bin.sha256.tmp", "export"),
+    (".tmp-out.bin.sha256", "export"),
     # the directories of a run
     *[("run/checkpoints", name) for name in ("fork", "rewind", "undelete", "prune", "pivot")],
     *[("run/archive", name) for name in ("rewind", "undelete", "pivot", "prune", "pin", "ship")],
