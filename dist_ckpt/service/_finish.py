@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from dist_ckpt import lifecycle
-from dist_ckpt.errors import DistCkptError
+from dist_ckpt.errors import DistCkptError, StorageError
 from dist_ckpt.export import export_bin
 from dist_ckpt.generations import is_bad_bytes, plan_bins
 from dist_ckpt.history import read_journal
@@ -30,8 +30,8 @@ def finish_generation(saves: Saves, step: int, id_: str) -> Finished:
 
     Every rank reads the files of the next rank (its own when alone) past the page cache. A
     generation whose bytes aren't right is set aside, and the run goes on with the one before. One
-    that couldn't be read for another reason, or for lack of time, is left as it is: committed, and
-    read back by the next start.
+    that couldn't be read for another reason or for lack of time, or whose mark can't be written, is
+    left as it is: committed, and read back by the next start.
     """
     comm = saves.comm
     saves.where.text = f"rank {comm.rank} was in verifying step {step}"
@@ -82,13 +82,18 @@ def _conclude(saves: Saves, step: int, verdicts: list[list[str]]) -> Finished:
         saves.journal("faulty", step=step, errors=told, moved_to=where.parent.name)
         saves.warn(f"step {step} didn't read back whole and was set aside: {why}")
         return "faulty"
-    if "left" in kinds:
-        saves.journal("verify_left", step=step, reasons=told)
-        saves.warn(f"step {step} is committed; the next start reads it back: {why}")
-        return "left"
-    store.mark_verified(step, "read back")
-    saves.journal("verified", step=step)
-    return "verified"
+    if "left" not in kinds:
+        try:
+            store.mark_verified(step, "read back")
+        except StorageError as error:  # of a generation that is there and whole
+            why = f"it did read back whole, which can't be noted: {error}"
+            told = {"0": why}
+        else:
+            saves.journal("verified", step=step)
+            return "verified"
+    saves.journal("verify_left", step=step, reasons=told)
+    saves.warn(f"step {step} is committed; the next start reads it back: {why}")
+    return "left"
 
 
 def tidy(saves: Saves, step: int) -> None:

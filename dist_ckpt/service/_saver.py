@@ -332,7 +332,12 @@ class Saver:
         ticket.committed.set()
         if not outcome.finish:
             return
-        if finish_generation(self._saves, job.step, job.id) == "faulty":
+        try:
+            finished = finish_generation(self._saves, job.step, job.id)
+        except DistCkptError as error:
+            error.values.setdefault("step", job.step)
+            raise
+        if finished == "faulty":
             self._committed_step, self._parent = before
             raise _not_whole(job.step)
 

@@ -20,6 +20,7 @@ from dist_ckpt.errors import (
     NotFoundError,
     NoUsableGenerationError,
     SaveFailedError,
+    StorageError,
     UsageError,
 )
 from dist_ckpt.generations import GenerationStore
@@ -48,6 +49,37 @@ def test_a_fault_of_the_moment_while_reading_back_condemns_no_generation(tmp_pat
     train_tiny(run, 2)
     assert store.verified_at(2) is not None
     assert store.bin_path(2).exists()
+
+
+def test_a_mark_that_cannot_be_written_leaves_the_generation_to_the_next_start(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "run"
+    ops = FaultyOps(Fault("open", "*/.verified.json.tmp", error="ENOSPC"))
+    with use_ops(ops):
+        train_tiny(run, 2)  # its end, the last save, is no failure
+    assert ops.struck == 1
+    store = GenerationStore(run)
+    assert (store.steps(), store.verified_at(2)) == ([2], None)
+    assert not _events(run, "save_failed")
+    (left,) = _events(run, "verify_left")
+    assert left["step"] == 2
+    assert "ENOSPC" in left["reasons"]["0"]
+    train_tiny(run, 2)
+    assert store.verified_at(2) is not None
+    assert store.bin_path(2).exists()
+
+
+def test_an_error_after_the_commit_is_journalled_with_its_step(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ops = FaultyOps(
+        Fault("preadv", "*step_000002/*.shard", error="EIO"),
+        Fault("mkdir", "*/archive", error="ENOSPC"),  # where it is to be set aside
+    )
+    with use_ops(ops), pytest.raises(StorageError, match="ENOSPC"):
+        train_tiny(run, 2)
+    assert ops.struck == 2
+    assert [event["step"] for event in _events(run, "save_failed")] == [2]
 
 
 def test_a_device_that_cannot_give_the_newest_point_costs_that_point_alone(tmp_path: Path) -> None:
