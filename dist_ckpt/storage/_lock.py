@@ -9,7 +9,13 @@ import time
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from dist_ckpt.errors import DistCkptError, LockedError, NotFoundError, UsageError
+from dist_ckpt.errors import (
+    DistCkptError,
+    LockedError,
+    NoSpaceError,
+    NotFoundError,
+    UsageError,
+)
 from dist_ckpt.storage._files import open_regular, write_all
 from dist_ckpt.storage._guard import guard, named
 from dist_ckpt.storage._ops import get_ops
@@ -62,6 +68,8 @@ class RunLock:
 
     def acquire(self, holder: Mapping[str, Any], *, wait_secs: float = 0.0) -> None:
         """Return when this object holds the lock and ``holder`` stands in the file.
+
+        On a full disk it may hold the lock without the text: `lock_holder` then says ``{}``.
 
         Args:
             holder: Plain JSON values that tell a person who this is.
@@ -142,7 +150,11 @@ class RunLock:
     def _write_holder(self, fd: int) -> None:
         ops = get_ops()
         ops.ftruncate(fd, 0)
-        write_all(fd, self._holder, 0, self.path)
+        try:
+            write_all(fd, self._holder, 0, self.path)
+        except NoSpaceError:
+            # The lock is what counts, and who frees a full disk needs it: it names nobody then.
+            ops.ftruncate(fd, 0)
         status = ops.fstat(fd)
         self._inode = (status.st_dev, status.st_ino)
 

@@ -14,6 +14,7 @@ from dist_ckpt.history import read_journal, read_loss
 from helpers.mounts import remount, tmpfs
 from helpers.reliability import record_fault
 from helpers.run_dirs import call, snapshot_of
+from helpers.tiny import train_tiny
 from helpers.trainers import Job, final, generations, temporary, train
 from helpers.training import Options
 
@@ -28,6 +29,16 @@ def _check_whole(options: Options) -> list[int]:
     for step in store.steps():
         store.verify(store.manifest(step))
     return store.steps()
+
+
+def _fill(disk: Path, filler: Path) -> None:
+    with filler.open("wb", buffering=0) as file:
+        while True:
+            try:
+                file.write(bytes(4096))
+            except OSError:
+                break
+    assert os.statvfs(disk).f_bavail == 0
 
 
 def _failed(options: Options) -> list[dict[str, Any]]:
@@ -68,13 +79,7 @@ def test_a_disk_without_one_free_byte_keeps_the_losses_in_memory_until_there_is_
         filler = disk / "filler"
         with Job(options) as job:
             job.wait_for_step(12)
-            with filler.open("wb", buffering=0) as file:
-                while True:
-                    try:
-                        file.write(bytes(4096))
-                    except OSError:
-                        break
-            assert os.statvfs(disk).f_bavail == 0
+            _fill(disk, filler)
             before = job.step()
             job.wait_until(lambda: "was not saved" in job.stderr())
             job.wait_for_step(before + 250)  # the journal's and the losses' last blocks are full
@@ -85,6 +90,22 @@ def test_a_disk_without_one_free_byte_keeps_the_losses_in_memory_until_there_is_
         assert _check_whole(options)[-1] == 400
         assert temporary(options) == []
         record_fault("Storage", "a real tmpfs without a free byte", 1, "losses wait in memory")
+
+
+def test_a_full_disk_is_freed_by_prune_though_there_is_no_room_for_the_locks_text(
+    tmp_path: Path,
+) -> None:
+    with tmpfs(tmp_path / "disk", "size=2m") as disk:
+        run = disk / "run"
+        train_tiny(run, 6, keep_last=None, export="never")
+        assert not (run / "pins.lock").exists()  # nothing was pinned or retired yet
+        _fill(disk, disk / "filler")
+        answer = call("prune", run, "--keep-last", "1")
+        assert answer.status == 0, answer.err
+        assert GenerationStore(run).steps() == [6]
+        assert os.statvfs(disk).f_bavail > 0
+        retired = [e["step"] for e in read_journal(run) if e["event"] == "retired"]
+        assert retired == [2, 4]
 
 
 def test_a_read_only_file_system_can_be_looked_at_and_not_trained_on(tmp_path: Path) -> None:

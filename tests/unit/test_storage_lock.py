@@ -259,16 +259,40 @@ def test_a_file_system_without_locks_is_a_storage_error(tmp_path: Path) -> None:
 
 def test_a_holder_that_cant_be_written_leaves_the_lock_free(tmp_path: Path) -> None:
     path = tmp_path / "run.lock"
-    ops = FaultyOps(Fault("pwrite", error="ENOSPC"))
+    ops = FaultyOps(Fault("pwrite", error="EIO"))
     lock = RunLock(path)
     with use_ops(ops), pytest.raises(StorageError) as caught:
         lock.acquire({"pid": 1})
     assert ops.struck == 1
-    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.errno == errno.EIO
     assert lock_holder(path) is None
     lock.acquire({"pid": 2})
     assert lock_holder(path) == {"pid": 2}
     lock.release()
+
+
+@pytest.mark.parametrize("error", ["ENOSPC", "EDQUOT"])
+def test_a_holder_that_finds_no_room_holds_the_lock_without_a_name(
+    tmp_path: Path, error: str
+) -> None:
+    """The disk is full, and who frees it has to hold the lock."""
+    path = tmp_path / "run.lock"
+    ops = FaultyOps(Fault("pwrite", short_bytes=3), Fault("pwrite", nth=2, error=error))
+    lock = RunLock(path)
+    with use_ops(ops):
+        lock.acquire({"pid": 1, "started": 5.0})
+    assert ops.struck == 2
+    assert path.read_bytes() == b""  # no half of a name either
+    assert lock_holder(path) == {}
+    lock.check()
+    with pytest.raises(LockedError, match=r"in use by another process \(unnamed\)") as caught:
+        RunLock(path).acquire({"pid": 2})
+    assert caught.value.holder is None
+    path.unlink()
+    lock.retake()  # with the name that there was no room for
+    assert lock_holder(path) == {"pid": 1, "started": 5.0}
+    lock.release()
+    assert lock_holder(path) is None
 
 
 def test_a_missing_run_directory_or_a_foreign_lock_is_an_error(tmp_path: Path) -> None:
