@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import secrets
@@ -14,6 +15,9 @@ from dist_ckpt import announce, storage
 from dist_ckpt.errors import StorageError
 
 __all__ = ["put_whole"]
+
+#: A file system takes 255 bytes, some fewer.
+_LONGEST_BYTES = 190
 
 _Answer = TypeVar("_Answer")
 
@@ -28,7 +32,7 @@ def put_whole(target: Path, make: Callable[[Path], _Answer]) -> _Answer:
     _clean(target)
     pid = os.getpid()
     owner = f"{pid}-{announce.process_start_time(pid) or 0}"
-    beside = target.with_name(f".tmp-{target.name}-{owner}-{secrets.token_hex(4)}")
+    beside = target.with_name(f".tmp-{_label(target)}-{owner}-{secrets.token_hex(4)}")
     try:
         answer = make(beside)
         storage.rename(beside, target)
@@ -42,6 +46,12 @@ def put_whole(target: Path, make: Callable[[Path], _Answer]) -> _Answer:
     return answer
 
 
+def _label(target: Path) -> str:
+    """Return the name, or of one that leaves no room for an owner something that stands for it."""
+    name = os.fsencode(target.name)
+    return target.name if len(name) <= _LONGEST_BYTES else hashlib.sha256(name).hexdigest()
+
+
 def _clean(target: Path) -> None:
     """Remove what killed calls for the same name left.
 
@@ -49,7 +59,7 @@ def _clean(target: Path) -> None:
     there is nothing to give the name to.
     """
     # Without an owner: of versions that knew none.
-    pattern = re.compile(rf"\.tmp-{re.escape(target.name)}(?:-(\d+)-(\d+)-[0-9a-f]{{8}})?")
+    pattern = re.compile(rf"\.tmp-{re.escape(_label(target))}(?:-(\d+)-(\d+)-[0-9a-f]{{8}})?")
     for name in storage.list_names(target.parent):
         match = pattern.fullmatch(name)
         if match is None:

@@ -627,6 +627,13 @@ def test_of_two_exports_to_one_name_each_puts_a_whole_file_there(tmp_path: Path)
     assert os.listdir(tmp_path) == ["x.bin"]
 
 
+def test_a_name_as_long_as_names_may_be_gets_its_file_and_its_sum(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 248)  # with .sha256 it has 255
+    write_sum(path, write_whole(path, 1, [b"a"]))
+    assert sorted(os.listdir(tmp_path)) == [path.name, f"{path.name}.sha256"]
+    check_sum(path)
+
+
 def test_what_killed_exports_left_is_removed_and_what_is_being_written_is_not(
     tmp_path: Path,
 ) -> None:
