@@ -262,6 +262,11 @@ class Session:
         """
         if self._saver.wait_committed() == self.step:
             return
+        if self._rng_is_due and self.resumed is not None:
+            # Before the loop, where the resumed generation turned out faulty: what is saved in its
+            # place has its random state. The loop puts it back again, after whatever draws until
+            # then.
+            self.resumed.restore_rng()
         self._saver.take_failure()
         self.losses.flush()
         self._saver.save(self.step, ("save",))

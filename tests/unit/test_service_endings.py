@@ -26,7 +26,7 @@ from dist_ckpt.errors import (
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.history import History, read_journal, read_loss
 from dist_ckpt.storage import use_ops
-from helpers.faulty_ops import Fault, FaultyOps
+from helpers.faulty_ops import Call, Fault, FaultyOps
 from helpers.ranks import RankContext, run_ranks
 from helpers.tiny import train_tiny
 
@@ -93,6 +93,47 @@ def test_a_device_that_cannot_give_the_newest_point_costs_that_point_alone(tmp_p
     assert resumed.step == 2
     assert [skipped.step for skipped in resumed.skipped] == [4]
     assert (run / "archive" / "faulty_000004" / "step_000004").is_dir()
+
+
+class _ReadBackFaults(FaultyOps):
+    """Strikes on the background thread alone: the restore before it reads the same files."""
+
+    def _due(self, call: Call) -> list[Fault]:
+        return super()._due(call) if call.thread == "dist_ckpt-saver" else []
+
+
+def test_a_save_before_the_loop_of_a_point_that_was_faulty_has_its_random_state(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "run"
+    draws: list[float] = []
+
+    def draw(ckpt: dist_ckpt.Checkpointer, step: int) -> None:
+        draws.append(torch.rand(1).item())
+
+    train_tiny(tmp_path / "whole", 5, body=draw)
+    train_tiny(run, 4, body=draw)
+    directory = run / "checkpoints" / "step_000004"
+    directory.chmod(0o755)
+    (directory / "verified.json").unlink()  # as a stop short of time leaves it
+    ops = _ReadBackFaults(Fault("pread*", "*step_000004/*", error="EIO"))
+    model = torch.nn.Linear(2, 1)
+    with (
+        use_ops(ops),
+        dist_ckpt.Checkpointer(
+            run, model=model, optimizer=torch.optim.AdamW(model.parameters()), every=2
+        ) as ckpt,
+    ):
+        ends = time.monotonic() + 20.0
+        while not _events(run, "save_failed"):  # told once the read-back has come to its end
+            assert time.monotonic() < ends
+            time.sleep(0.01)
+        ckpt.save()
+    assert ops.struck == 1
+    assert _events(run, "faulty")[0]["step"] == 4
+    assert GenerationStore(run).steps() == [2, 4]
+    train_tiny(run, 5, body=draw)
+    assert draws[-1] == draws[4], "random state is that of step 4, not of the program's start"
 
 
 def test_a_stop_does_not_wait_until_the_save_before_is_read_back(tmp_path: Path) -> None:
