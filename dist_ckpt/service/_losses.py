@@ -68,13 +68,15 @@ class Losses:
         """Keep detached copies; a later call in the same body adds to them.
 
         Raises:
-            UsageError: Not a number, or a metric has a name that each line needs for itself.
+            UsageError: Not one real number, or a metric has a name that each line needs for itself.
         """
         check_metric_names(metrics)
+        kept = None if loss is None else _keep("loss", loss)
+        others = {name: _keep(name, value) for name, value in metrics.items()}
         entry = self._entry(step)
-        if loss is not None:
-            entry.loss = _keep("loss", loss)
-        entry.metrics.update({name: _keep(name, value) for name, value in metrics.items()})
+        if kept is not None:
+            entry.loss = kept
+        entry.metrics.update(others)
 
     def sample(self, step: int, text: str, loss: Any) -> None:
         """Keep an audit sample of this step.
@@ -190,30 +192,46 @@ def _on_device(entry: _Entry) -> bool:
 
 
 def _keep(name: str, value: Any) -> Any:
+    """Return a copy that nothing changes: of a tensor a detached one, else Python's own number.
+
+    Raises:
+        UsageError: Not one real number; told where it was recorded, since at the boundary no line
+            of the script could be named.
+    """
     if isinstance(value, torch.Tensor):
-        if value.numel() != 1:
-            raise UsageError(
-                f"{name} is a tensor of shape {list(value.shape)}.",
-                next_step="Record one number; take the mean first.",
-            )
-        # Its value isn't asked for, a device would have to be waited for; but it must have one.
-        if value.is_complex() or value.is_meta or value.layout is not torch.strided:
-            what = "meta" if value.is_meta else f"{value.dtype}, {value.layout}"
-            raise UsageError(
-                f"{name} is a tensor without a real number in it ({what}).",
-                next_step="Record real numbers or dense tensors of one element.",
-            )
+        _check_tensor(name, value)
         return value.detach().clone()
+    refused = f"{name} is a {type(value).__name__}, not a number."
     try:
-        plain = _plain(value)
-        float(plain)
-    except (TypeError, ValueError, OverflowError) as error:
+        # NumPy's scalars and arrays of one element, which the body may go on changing.
+        plain = value.item() if hasattr(value, "item") else value
+        if isinstance(plain, str | bytes | bytearray):
+            raise TypeError  # float() reads text, too
+        number = float(plain)
+    except OverflowError as error:
+        raise _refusal(f"{name} is larger than any float.") from error
+    except (TypeError, ValueError) as error:
+        raise _refusal(refused) from error
+    return plain if type(plain) in (int, bool) else number
+
+
+def _check_tensor(name: str, value: torch.Tensor) -> None:
+    if value.numel() != 1:
         raise UsageError(
-            f"{name} is a {type(value).__name__}, not a number that a float can hold.",
-            next_step="Record numbers or tensors of one element.",
-        ) from error
-    return plain
+            f"{name} is a tensor of shape {list(value.shape)}.",
+            next_step="Record one number; take the mean first.",
+        )
+    if value.is_complex():
+        raise _refusal(f"{name} is a tensor of {value.dtype}, not of a real number.")
+    if value.is_meta:
+        raise _refusal(f"{name} is a tensor on the meta device, which holds no number.")
+    if value.layout is not torch.strided:
+        raise _refusal(f"{name} is a tensor of layout {value.layout}, not a dense one.")
+
+
+def _refusal(message: str) -> UsageError:
+    return UsageError(message, next_step="Record numbers or tensors of one element.")
 
 
 def _plain(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") else value
+    return value.item() if isinstance(value, torch.Tensor) else value
