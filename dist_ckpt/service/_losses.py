@@ -188,7 +188,38 @@ class Losses:
 
 def _on_device(entry: _Entry) -> bool:
     values = [entry.loss, *entry.metrics.values(), *(loss for _, loss in entry.samples)]
-    return any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in values)
+    return any(
+        isinstance(value, _Coming) or (isinstance(value, torch.Tensor) and not value.is_cpu)
+        for value in values
+    )
+
+
+class _Coming:
+    """A number of a CUDA device, on its way to the host since it was recorded.
+
+    Reading it waits for that copy alone. A tensor on the device would be copied when it is read,
+    behind all that was queued meanwhile: the newest step.
+    """
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._host, self._mark = _queue_copy(value.detach())
+
+    def item(self) -> Any:
+        self._mark.synchronize()
+        return self._host.item()
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+
+def _queue_copy(value: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Queue a copy into pinned memory behind the work queued so far; return it and its end."""
+    with torch.cuda.device(value.device):
+        host = torch.empty_like(value, device="cpu", pin_memory=True)
+        host.copy_(value, non_blocking=True)
+        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        mark.record()
+    return host, mark
 
 
 def _keep(name: str, value: Any) -> Any:
@@ -200,7 +231,9 @@ def _keep(name: str, value: Any) -> Any:
     """
     if isinstance(value, torch.Tensor):
         _check_tensor(name, value)
-        return value.detach().clone()
+        # A DTensor's number takes its mesh to read.
+        is_plain = value.device.type == "cuda" and not hasattr(value, "to_local")
+        return _Coming(value) if is_plain else value.detach().clone()
     refused = f"{name} is a {type(value).__name__}, not a number."
     try:
         # NumPy's scalars and arrays of one element, which the body may go on changing.
@@ -234,4 +267,4 @@ def _refusal(message: str) -> UsageError:
 
 
 def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) else value
+    return value.item() if isinstance(value, torch.Tensor | _Coming) else value

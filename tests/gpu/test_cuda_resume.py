@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import dist_ckpt
+from dist_ckpt.history import read_loss
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,3 +65,18 @@ def test_overlapped_saves_hold_the_boundary_and_a_resumed_run_is_bit_equal(
     assert whole.read_bytes() == cut.read_bytes()
     events = [e["event"] for e in dist_ckpt.open_run(tmp_path / "whole").journal()]
     assert "save_failed" not in events
+
+
+def test_a_recorded_loss_is_logged_without_waiting_for_the_step_after_it(tmp_path: Path) -> None:
+    model, optimizer = build(1)
+    behind: list[Any] = []
+    with dist_ckpt.Checkpointer(tmp_path / "run", model=model, optimizer=optimizer) as ckpt:
+        for step in ckpt.steps(until=3):
+            if step == 3:  # the boundary of step 2 has logged step 1
+                assert not behind[0].query(), "what step 2 has queued is still running"
+            ckpt.record(loss=torch.full((), float(step), device="cuda"), lr=0.1)
+            if step == 2:
+                torch.cuda._sleep(4_000_000_000)  # type: ignore[no-untyped-call]  # seconds
+                behind.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+                behind[0].record()
+    assert read_loss(tmp_path / "run") == [(1, 1.0), (2, 2.0), (3, 3.0)]

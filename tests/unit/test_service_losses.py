@@ -14,6 +14,7 @@ import dist_ckpt
 from dist_ckpt.errors import UsageError
 from dist_ckpt.generations import GenerationStore
 from dist_ckpt.history import parse_metrics, read_loss
+from dist_ckpt.service import _losses
 from helpers.tiny import train_tiny
 
 
@@ -70,3 +71,43 @@ def test_what_is_no_real_number_is_refused_in_the_body_and_ends_nothing(tmp_path
 
 def _metrics(run: Path) -> list[dict[str, Any]]:
     return parse_metrics((run / f"{run.name}.metrics.jsonl").read_bytes())
+
+
+class _LateMark:
+    """The end of a copy that is made when it is waited for, on a device that works by itself."""
+
+    def __init__(self, host: torch.Tensor, value: torch.Tensor) -> None:
+        self.host, self.value, self.waits = host, value, 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        self.host.copy_(self.value)
+
+
+class _OnCuda(torch.Tensor):
+    """A tensor that says it lies on a CUDA device."""
+
+    device = torch.device("cuda", 0)
+
+
+def test_a_loss_on_a_device_is_waited_for_at_the_next_boundary_and_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, marks = tmp_path / "run", list[_LateMark]()
+
+    def queue_copy(value: torch.Tensor) -> tuple[torch.Tensor, _LateMark]:
+        host = torch.zeros(())
+        marks.append(_LateMark(host, value.as_subclass(torch.Tensor)))
+        return host, marks[-1]
+
+    monkeypatch.setattr(_losses, "_queue_copy", queue_copy)
+    waits: list[list[int]] = []
+
+    def body(ckpt: dist_ckpt.Checkpointer, step: int) -> None:
+        waits.append([mark.waits for mark in marks])
+        ckpt.record(loss=torch.tensor(10.0 * step).as_subclass(_OnCuda))
+
+    train_tiny(run, 4, body=body, every=4)
+    assert waits == [[], [0], [1, 0], [1, 1, 0]], "each only after the boundary after its own"
+    assert [mark.waits for mark in marks] == [1, 1, 1, 1]
+    assert read_loss(run) == [(step, 10.0 * step) for step in range(1, 5)]
