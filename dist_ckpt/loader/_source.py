@@ -19,6 +19,7 @@ import torch
 from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader
 
+from dist_ckpt.errors import SettingError
 from dist_ckpt.loader._fetch import SeededFetch, WorkerInit, hand_on, held_back
 from dist_ckpt.loader._order import Part, Stream
 from dist_ckpt.seeding import kept_generators
@@ -26,6 +27,7 @@ from dist_ckpt.seeding import kept_generators
 __all__ = ["BatchSource", "WorkerOptions"]
 
 
+_MOST_SECS = 1e9  # 31 years
 _PATIENCE_SECS = 2.0  # for a worker in the middle of a fetch, when they are ended
 
 
@@ -39,6 +41,18 @@ class WorkerOptions:
     worker_init_fn: Callable[[int], object] | None
     multiprocessing_context: Any
     timeout_secs: float
+
+    def __post_init__(self) -> None:
+        """Refuse a time that no wait can be told, before the first batch is waited for."""
+        secs = self.timeout_secs
+        is_number = isinstance(secs, int | float) and not isinstance(secs, bool)
+        if not (is_number and 0 <= secs <= _MOST_SECS):
+            raise SettingError(
+                f"timeout_secs is {secs!r}; it must be a number of seconds from 0 to 1e9.",
+                next_step="Leave it out to wait for ever.",
+                expected="0 … 1e9",
+                found=str(secs),
+            )
 
 
 class BatchSource:

@@ -32,11 +32,11 @@ __all__ = ["open_session"]
 
 def open_session(trainer: Trainer) -> Session:
     """Return a run that is locked, cleaned and restored, but for random state. Collective."""
-    comm = connect(trainer.settings.timeout_secs)
     watch = SignalWatch(trainer.settings.signals)
-    watch.install()
-    announce.announce(comm.rank)
+    comm = connect(trainer.settings.timeout_secs)
     try:
+        watch.install()
+        announce.announce(comm.rank)
         return _open(trainer, comm, watch)
     except BaseException:
         announce.withdraw(comm.rank)

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from dist_ckpt.errors import SettingError
 from dist_ckpt.generations import Retention
+from dist_ckpt.signals import HANDLED
 
 __all__ = [
     "DEADLINE_VARIABLE",
@@ -44,6 +45,10 @@ OMIT_VARIABLE = "DIST_CKPT_OMIT_RESTORE"
 STATUS_VARIABLE = "DIST_CKPT_STOP_EXIT_CODE"
 STOP_AT_VARIABLE = "DIST_CKPT_STOP_AT"
 WITNESS_VARIABLE = "DIST_CKPT_WITNESS"
+#: 31 years. The longest wait that Python can be told is 292, and some waits here are for twice
+#: what was set.
+_MOST_SECS = 1e9
+_SECS = "a number of seconds above 0, at most 1e9"
 #: What can be left out of a restore, by the first word of its name.
 _PARTS = ("rng", "data", "optimizer", "scheduler", "scaler", "policy", "extra", "generators")
 
@@ -82,13 +87,17 @@ class Settings:
         self._whole("stop_exit_code", least=0, most=255)
         for name in ("timeout_secs", "deadline_secs"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-                raise _refuse(name, value, "a number of seconds above 0")
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (is_number and 0 < value <= _MOST_SECS):
+                raise _refuse(name, value, _SECS)
         for name, kind in (("export", Export), ("sigusr1", SigUsr1), ("reduce", Reduce)):
             if getattr(self, name) not in get_args(kind):
                 raise _refuse(name, getattr(self, name), f"one of {', '.join(get_args(kind))}")
         if self.disk_low is not None and self.disk_low not in get_args(DiskLow):
             raise _refuse("disk_low", self.disk_low, "None, 'stop' or 'wait'")
+        if not _are_handled(self.signals):
+            wanted = "a tuple of signal.SIGTERM, signal.SIGINT and signal.SIGUSR1, or of some of them"
+            raise _refuse("signals", self.signals, wanted)
         _ = self.required_keys
         is_step = type(self.resume) is int and self.resume >= 0
         if not is_step and self.resume not in ("auto", "never"):
@@ -133,8 +142,8 @@ class Settings:
             secs = float(text)
         except ValueError:
             secs = math.nan
-        if not (math.isfinite(secs) and secs > 0):
-            raise _refuse(DEADLINE_VARIABLE, text, "a number of seconds above 0")
+        if not 0 < secs <= _MOST_SECS:
+            raise _refuse(DEADLINE_VARIABLE, text, _SECS)
         return secs
 
     @property
@@ -194,6 +203,13 @@ class Settings:
         """Where a proof wants to be told what each step saw."""
         text = os.environ.get(WITNESS_VARIABLE, "")
         return Path(text) if text else None
+
+
+def _are_handled(signals: object) -> bool:
+    try:
+        return isinstance(signals, Collection) and HANDLED.issuperset(signals)
+    except TypeError:  # no signal, since it can't be in a set
+        return False
 
 
 def _words(variable: str) -> frozenset[str]:

@@ -395,7 +395,8 @@ def test_a_foreign_state_is_refused_with_its_keys() -> None:
     "options",
     [{"batch_size": 0}, {"batch_size": 2.5}, {"batch_size": True}, {"batch_size": 2, "seed": -1},
      {"batch_size": 2, "seed": 2**64}, {"batch_size": 2, "num_workers": -1},
-     {"batch_size": 2, "rank": 2, "world_size": 2}, {"batch_size": 2, "rank": -1}],
+     {"batch_size": 2, "rank": 2, "world_size": 2}, {"batch_size": 2, "rank": -1},
+     {"batch_size": 2, "timeout_secs": -1.0}, {"batch_size": 2, "timeout_secs": float("inf")}],
 )  # fmt: skip
 def test_a_setting_that_makes_no_sense_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(SettingError):

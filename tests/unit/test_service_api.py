@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -612,7 +613,15 @@ def test_parameters_without_state_are_zeros_in_the_bin_and_stay_without(run: Pat
         {"every": 2.0},
         {"stop_exit_code": 256},
         {"timeout_secs": 0},
+        {"timeout_secs": 1e10},  # twice of it is more than a thread can be waited for
+        {"timeout_secs": math.inf},
+        {"timeout_secs": math.nan},
         {"deadline_secs": -1.0},
+        {"deadline_secs": math.inf},
+        {"signals": ("SIGTERM",)},
+        {"signals": (signal.SIGHUP,)},
+        {"signals": signal.SIGTERM},
+        {"signals": ([],)},
         {"export": "sometimes"},
         {"sigusr1": "later"},
         {"reduce": "sum"},

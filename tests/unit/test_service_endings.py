@@ -389,3 +389,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_by_itself(tmp_path
 def test_a_run_without_a_name_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match="the run's name"):
         train_tiny(Path(name) if name else "", 2)  # type: ignore[arg-type]
+
+
+def test_the_longest_limits_that_are_taken_end_a_run_as_any(tmp_path: Path) -> None:
+    assert train_tiny(tmp_path / "run", 2, timeout_secs=1e9, deadline_secs=1e9).step == 2
