@@ -72,19 +72,20 @@ class Watched:
 
     def _look(self, before: View | None) -> View:
         run = self.run
+        # Before anything is read: what is appended meanwhile has another stamp at the next look.
+        # Listing thousands of generations takes half a second; each change of one is journalled.
+        loss = self._stamp("loss")
+        stamps = (self._stamp("journal"), self._stamp("samples"), self._others())
         journal = run.journal()
         status = read_status(run)
         now = now_of(status, journal)
-        loss = self._stamp("loss")
-        # Listing thousands of generations takes half a second; each change of one is journalled.
-        seen = (self._stamp("journal"), self._stamp("samples"), self._others(), now["state"])
+        seen = (*stamps, now["state"])
         if before is None or seen != self._seen:
-            self._seen = seen
             story = story_of(run, status, journal)
             token = hashlib.sha256(json_text(story).encode()).hexdigest()[:16]
         else:
             story, token = before.story, before.token
-        return View(
+        view = View(
             now=now,
             story=story,
             token=token,
@@ -92,6 +93,8 @@ class Watched:
             entries=run.loss_raw(),
             void=void_losses(journal),
         )
+        self._seen = seen  # last: where a file couldn't be read, the next look tells all of it
+        return view
 
     def _stamp(self, what: str) -> tuple[str, int, int]:
         return _stamp(Path(history_path(self.run.store.run_dir, self.run.name, what)))

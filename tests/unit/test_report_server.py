@@ -25,8 +25,9 @@ import pytest
 
 from dist_ckpt.errors import DistCkptError, UsageError
 from dist_ckpt.history import History
-from dist_ckpt.report import Server, _server
+from dist_ckpt.report import Server, _catalog, _server
 from dist_ckpt.report._catalog import Catalog
+from dist_ckpt.runs import Run
 from helpers.reporting import hostile_run, write_run
 from helpers.run_dirs import call, ended_run, killed_run, snapshot_of
 from helpers.trainers import ROOT
@@ -138,6 +139,51 @@ def test_news_are_the_entries_since_and_what_else_happened(tmp_path: Path) -> No
         # Another file, fewer entries, other void ones: all of it again.
         for query in ("since=2&file=other&void=0", f"since=9&{known}", "since=2&file=&void=7"):
             assert ask_json(server, f"/run/run/data?{query}")["from"] == 0
+
+
+def test_an_event_that_comes_while_the_journal_is_read_is_told_at_the_next_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = write_run(tmp_path / "run", losses=[(1, 1.0)])
+    watched = Catalog([run_dir]).get("run")
+    late = [json.dumps({"time": 2.0, "attempt": 1, "event": "save_failed", "step": 1})]
+    read = Run.journal
+
+    def journal(run: Run) -> list[dict[str, Any]]:
+        events = read(run)
+        if late:
+            with (run_dir / "run.journal.jsonl").open("a") as file:
+                file.write(f"{late.pop()}\n")
+        return events
+
+    monkeypatch.setattr(Run, "journal", journal)
+    monkeypatch.setattr(_catalog, "_FRESH_SECS", 0.0)
+    assert watched.view().story["marks"] == []
+    assert not late, "it came after the journal was read"
+    assert [mark[:2] for mark in watched.view().story["marks"]] == [["fault", 1]]
+
+
+def test_a_look_that_failed_is_made_again_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = write_run(tmp_path / "run", losses=[(1, 1.0)])
+    watched = Catalog([run_dir]).get("run")
+    monkeypatch.setattr(_catalog, "_FRESH_SECS", 0.0)
+    watched.view()
+    with History(run_dir, "run", 2) as history:
+        history.journal.append("save_failed", step=1)
+    faults = [PermissionError("for a moment")]
+    tell = _catalog.story_of
+
+    def story_of(*args: Any) -> dict[str, Any]:
+        if faults:
+            raise faults.pop()
+        return tell(*args)
+
+    monkeypatch.setattr(_catalog, "story_of", story_of)
+    with pytest.raises(PermissionError):
+        watched.view()
+    assert [mark[:2] for mark in watched.view().story["marks"]] == [["fault", 1]]
 
 
 def test_no_address_leads_out_of_the_runs(tmp_path: Path) -> None:
