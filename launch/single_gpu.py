@@ -54,6 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     np.random.seed(own)  # noqa: NPY002 - the global generator is what is saved
     training = TrainingConfig(lr=options.lr)
     trainer = Trainer(network, training, device)
+    # From three ranks on DDP adds in another order after its first backward: at every start, fresh
+    # or resumed, that one is no step of the training. Any batch will do.
+    blank = torch.zeros(1, model.config.context + 1, dtype=torch.long)
+    dist_ckpt.rehearse(network, lambda: trainer.loss(blank))
 
     sources = load_sources()
     batches = Mixture(

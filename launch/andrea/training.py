@@ -70,12 +70,16 @@ class Trainer:
             group["initial_lr"] = lr
             group["lr"] = lr * _share(self.scheduler.last_epoch, self.config)
 
-    def update(self, windows: Tensor) -> Tensor:
-        """Make one update from (batch, context + 1) tokens; its loss stays on the device."""
+    def loss(self, windows: Tensor) -> Tensor:
+        """Return the loss of (batch, context + 1) tokens, on the device."""
         windows = windows.to(self.device, non_blocking=True)
         with torch.autocast(self.device.type, torch.float16, enabled=self.scaler.is_enabled()):
             logits = self.model(windows[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+            return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+
+    def update(self, windows: Tensor) -> Tensor:
+        """Make one update from (batch, context + 1) tokens; its loss stays on the device."""
+        loss = self.loss(windows)
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_norm)

@@ -244,12 +244,37 @@ def test_two_ranks_are_proven_with_the_launcher(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_three_ranks_are_proven_since_the_script_rehearses(tmp_path: Path) -> None:
+    done = spawn(
+        "prove", "--ranks", "3", "-o", tmp_path / "proof", "--until", "4", "--cut", "2",
+        "--leave-out", "data", "--", *TINY, "--batch-size", "3", "--run-dir", tmp_path / "unused",
+        env=ONE_THREAD,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+UNREHEARSED = """
+import runpy, sys
+import dist_ckpt
+dist_ckpt.rehearse = lambda *args, **named: False
+script = {script!r}
+sys.path.insert(0, {folder!r})
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_new_buckets_of_ddp_on_three_ranks_are_named_and_not_blamed_on_the_resume(
     tmp_path: Path,
 ) -> None:
+    script = ROOT / "launch" / "single_gpu.py"
+    without = tmp_path / "without.py"
+    without.write_text(UNREHEARSED.format(script=str(script), folder=str(script.parent)))
     done = spawn(
         "prove", "--ranks", "3", "-o", tmp_path / "proof", "--until", "4", "--cut", "2", "--json",
-        "--", *TINY, "--batch-size", "3", "--run-dir", tmp_path / "unused", env=ONE_THREAD,
+        "--", "python", without, *TINY[2:], "--batch-size", "3", "--run-dir", tmp_path / "unused",
+        env=ONE_THREAD,
     )  # fmt: skip
     assert done.returncode == 1
     document = json.loads(done.stdout)
