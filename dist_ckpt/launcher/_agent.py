@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -77,6 +78,11 @@ def _run_torchrun(argv: list[str], directory: Path, progress: _Progress) -> int:
     parser = torchrun.get_args_parser()
     parser.error = _usage_error  # type: ignore[method-assign]
     options = parser.parse_args(argv)
+    with contextlib.suppress(ValueError):  # "gpu", "auto": torchrun counts them
+        if int(options.nproc_per_node) < 1:
+            _usage_error(
+                f"--nproc-per-node {options.nproc_per_node} starts no rank: give at least 1."
+            )
     _use_our_agent(directory, progress)
     try:
         record(torchrun.run)(options)
@@ -89,7 +95,7 @@ def _run_torchrun(argv: list[str], directory: Path, progress: _Progress) -> int:
     except (ValueError, AssertionError) as error:
         if progress.started or os.environ.get("DIST_CKPT_DEBUG"):
             raise
-        sys.stderr.write(f"dist-ckpt run: torchrun refused: {error}\n")
+        sys.stderr.write(f"dist-ckpt run: torchrun refused: {_reason(error)}\n")
         return 2
     if progress.deserted:
         say("another node was lost, and no restarts are left (--max-restarts); all is saved.")
@@ -102,6 +108,18 @@ class _Progress:
     asked_to_end: bool = False  # SIGTERM came before torch handled it
     deserted: bool = False  # the workers ended since another node was lost; no restarts are left
     stopping: bool = False  # the job was asked to end, by the launcher or at its ranks
+
+
+def _reason(error: Exception) -> str:
+    """Return why torchrun refused; where it has no words for it, in which place of it."""
+    text = str(error).strip()
+    if text:
+        return text
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"it says no more than line {frame.lineno} of {frame.filename}. "
+        "Look at the numbers that its options were given (--nnodes, --nproc-per-node)."
+    )
 
 
 def _usage_error(message: str) -> NoReturn:

@@ -96,7 +96,7 @@ class Settings:
         if self.disk_low is not None and self.disk_low not in get_args(DiskLow):
             raise _refuse("disk_low", self.disk_low, "None, 'stop' or 'wait'")
         if not _are_handled(self.signals):
-            wanted = "a tuple of signal.SIGTERM, signal.SIGINT and signal.SIGUSR1, or of some of them"
+            wanted = "some of signal.SIGTERM, signal.SIGINT and signal.SIGUSR1"
             raise _refuse("signals", self.signals, wanted)
         _ = self.required_keys
         is_step = type(self.resume) is int and self.resume >= 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from dist_ckpt.launcher import launch, main
+from dist_ckpt.launcher import _agent, launch, main
 from dist_ckpt.launcher._agent import _Progress, _use_our_agent
+from dist_ckpt.launcher._agent import _reason as reason
 from dist_ckpt.launcher._options import _FLAGS, _SHORT_FLAGS
 from helpers.launching import ROOT, WORKER, Launched, processes_of
 
@@ -105,6 +107,24 @@ def test_an_option_that_torchrun_refuses_is_status_2_and_two_lines_at_most(
     job = start(option, WORKER, "--out", tmp_path / "out")
     assert job.status() == 2, job.stderr
     assert 1 <= job.stderr.count("\n") <= 2
+
+
+def test_a_job_without_ranks_is_refused_with_the_number(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_agent, "_use_our_agent", lambda *_: None)
+    with pytest.raises(SystemExit, match="2"):
+        _agent._run_torchrun(["--nproc-per-node", "0", "x.py"], tmp_path, _Progress())
+    assert "--nproc-per-node 0 starts no rank" in capsys.readouterr().err
+
+
+def test_a_refusal_of_torchrun_without_words_says_where_it_is() -> None:
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+    with pytest.raises(AssertionError) as refused:
+        WorkerSpec(role="any", local_world_size=0, rdzv_handler=None)  # type: ignore[arg-type]
+    assert str(refused.value) == ""
+    assert re.match(r"it says no more than line \d+ of .*/api\.py\. Look", reason(refused.value))
 
 
 def test_every_option_of_torchrun_that_takes_no_value_is_known() -> None:
