@@ -20,6 +20,7 @@ TIME_IS_UP = "its time was up"
 _CHILD = ("-m", "dist_ckpt.bench._child")
 #: The others of a rank that failed notice it, or don't.
 _OTHERS_SECS = 10.0
+_GONE_SECS = 10.0  # from SIGKILL to giving up: a process stuck in the kernel can't be waited for
 
 
 def run_ranks(
@@ -76,7 +77,10 @@ def _ranks(
         for process in ranks:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # what a peer has started too
-            process.wait()
+            try:
+                process.wait(_GONE_SECS)
+            except subprocess.TimeoutExpired:
+                log.write(f"not gone after SIGKILL, left alone: pid {process.pid}\n".encode())
 
 
 def _wait(

@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import time
 import warnings
+from multiprocessing import process
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ __all__ = ["describe_data"]
 
 _NUM_SAMPLES = 16
 _PURPOSE_IDENTITY = 3
+#: From SIGKILL to giving up: a process that is stuck in the kernel can't be waited for.
+_GONE_SECS = 10.0
 _ALONE = "is told by its length alone"
 
 
@@ -130,9 +133,22 @@ def _digest_in_fork(dataset: Any, length: int, limit_secs: float) -> dict[str, s
         except EOFError:
             return {"why": "the process that fetched samples died"}
         finally:
-            child.kill()
-            child.join()
-            child.close()
+            _end(child)
+
+
+def _end(child: Any) -> None:
+    child.kill()
+    child.join(_GONE_SECS)
+    if not child.is_alive():
+        child.close()
+        return
+    # Or the exit of this process waits for it.
+    process._children.discard(child)  # type: ignore[attr-defined] # noqa: SLF001
+    warnings.warn(
+        f"dist_ckpt: the process {child.pid} that fetched samples is not gone after SIGKILL and is "
+        "left alone: look at the disk that it reads from.",
+        stacklevel=2,
+    )
 
 
 def _report(sender: Any, dataset: Any, length: int, limit_secs: float) -> None:

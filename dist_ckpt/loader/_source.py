@@ -8,11 +8,14 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from multiprocessing import process
 from typing import Any
 
 import torch
@@ -29,6 +32,7 @@ __all__ = ["BatchSource", "WorkerOptions"]
 
 _MOST_SECS = 1e9  # 31 years
 _PATIENCE_SECS = 2.0  # for a worker in the middle of a fetch, when they are ended
+_GONE_SECS = 10.0  # from SIGKILL to giving up: a process stuck in the kernel can't be waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,7 @@ class WorkerOptions:
 
     def __post_init__(self) -> None:
         """Refuse a time that no wait can be told, before the first batch is waited for."""
-        secs = self.timeout_secs
+        secs: Any = self.timeout_secs
         is_number = isinstance(secs, int | float) and not isinstance(secs, bool)
         if not (is_number and 0 <= secs <= _MOST_SECS):
             raise SettingError(
@@ -135,8 +139,22 @@ def _end_workers(iterator: Any) -> None:
         timer.cancel()
         timer.join()
         _kill(workers)
-        for worker in workers:
-            worker.join()
+        _wait_gone(workers)
+
+
+def _wait_gone(workers: list[Any]) -> None:
+    ends = time.monotonic() + _GONE_SECS
+    for worker in workers:
+        worker.join(max(0.0, ends - time.monotonic()))
+    if left := [worker for worker in workers if worker.is_alive()]:
+        for worker in left:
+            # Or the exit of this process waits for it.
+            process._children.discard(worker)  # type: ignore[attr-defined] # noqa: SLF001
+        warnings.warn(
+            "dist_ckpt: loader workers are not gone after SIGKILL and are left alone, pids "
+            f"{[worker.pid for worker in left]}: look at the disk that they read from.",
+            stacklevel=2,
+        )
 
 
 def _kill(workers: list[Any]) -> None:

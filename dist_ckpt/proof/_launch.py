@@ -19,6 +19,7 @@ from dist_ckpt.errors import IncompleteError
 __all__ = ["Launch", "Order", "last_lines", "run_process"]
 
 _END_SECS = 5.0
+_GONE_SECS = 10.0  # from SIGKILL to giving up: a process stuck in the kernel can't be waited for
 _TAIL_BYTES = 1 << 16
 _NUM_LINES = 12
 _NUM_CHARS = 500
@@ -56,7 +57,7 @@ def run_process(order: Order) -> int | None:
     """The processes of an order have ended; returns the status, None where time was up.
 
     Raises:
-        IncompleteError: The command can't be started.
+        IncompleteError: The command can't be started, or can't be ended.
     """
     with order.log.open("wb") as log:
         try:
@@ -75,15 +76,23 @@ def run_process(order: Order) -> int | None:
                 next_step="Write the command as you would in a shell, behind two dashes.",
             ) from error
     try:
-        return process.wait(order.timeout_secs)
-    except subprocess.TimeoutExpired:
-        return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(order.timeout_secs)
+        status = process.returncode
     finally:
-        _end(process)
+        is_gone = _end(process)
+    if not is_gone:
+        raise IncompleteError(
+            f"Process {process.pid} of {order.command[0]} is not gone after SIGKILL and is left "
+            "alone.",
+            next_step="It is stuck in the kernel: look at the disk that it uses.",
+            pid=process.pid,
+        )
+    return status
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Nothing of it is left running."""
+def _end(process: subprocess.Popen[bytes]) -> bool:
+    """Nothing of it is left running; False where the kernel doesn't let go of it."""
     try:
         if process.poll() is None:
             # Twice: a launcher ends its whole job then, and a Checkpointer doesn't wait for a save.
@@ -96,7 +105,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     finally:  # also where a second Ctrl-C ends the patience
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GONE_SECS)
+    return process.returncode is not None
 
 
 def last_lines(log: Path) -> list[str]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
+from dist_ckpt.identity import _data
 from dist_ckpt.identity._data import describe_data
 from dist_ckpt.identity._sample import UndigestibleError, sample_digest
 from dist_ckpt.loader import ResumableLoader
@@ -142,6 +143,35 @@ def test_a_fetch_that_never_ends_is_killed_where_workers_fetch() -> None:
     assert found["digest"] is None
     assert "longer than 0.2 s" in notes[0]
     assert not multiprocessing.active_children()
+
+
+def test_a_fetch_that_not_even_sigkill_ends_is_told_of_and_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stuck in the kernel: here it just isn't killed."""
+
+    class Stuck(Rows):
+        def __getitem__(self, index: int) -> Any:
+            time.sleep(60)
+
+    kept: list[Any] = []
+
+    def keep(child: Any) -> None:
+        kept.append(child)
+
+    monkeypatch.setattr(_data, "_GONE_SECS", 0.1)
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "kill", keep)
+    try:
+        with pytest.warns(UserWarning, match="not gone after SIGKILL"):
+            found, _ = told(Feed(Stuck(), 1), limit_secs=0.1)
+        assert found is not None
+        assert found["digest"] is None
+        assert not multiprocessing.active_children(), "or the exit would wait for it"
+        assert kept[0].is_alive()
+    finally:
+        monkeypatch.undo()
+        kept[0].kill()
+        kept[0].join(20)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.utils.data import get_worker_info
 
-from dist_ckpt.loader import ResumableLoader
+from dist_ckpt.loader import ResumableLoader, _source
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -196,7 +196,7 @@ def test_the_users_worker_init_function_finds_the_users_dataset() -> None:
 
 TRAINER = """
 import json, os, sys, time
-from dist_ckpt.loader import ResumableLoader
+from dist_ckpt.loader import ResumableLoader, _source
 
 class WhoFetches:
     def __len__(self): return 100
@@ -268,3 +268,21 @@ def test_closing_kills_a_worker_that_is_stuck() -> None:
     batches.close()
     assert 1 < time.monotonic() - closing_at < 5
     assert children() == before
+
+
+def test_a_worker_that_not_even_sigkill_ends_is_told_of_and_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stuck in the kernel: here it just isn't killed."""
+    monkeypatch.setattr(_source, "_GONE_SECS", 0.1)
+    context = multiprocessing.get_context("fork")
+    worker = context.Process(target=time.sleep, args=(60,), daemon=True)
+    worker.start()
+    try:
+        with pytest.warns(UserWarning, match=rf"not gone after SIGKILL .* pids \[{worker.pid}\]"):
+            _source._wait_gone([worker])
+        assert worker.is_alive()
+        assert worker not in multiprocessing.active_children(), "or the exit would wait for it"
+    finally:
+        worker.kill()
+        worker.join(20)

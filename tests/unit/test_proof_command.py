@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dist_ckpt.errors import SettingError, UsageError
-from dist_ckpt.proof import Plan, run_proof
+from dist_ckpt.errors import IncompleteError, SettingError, UsageError
+from dist_ckpt.proof import Order, Plan, _launch, run_proof
 from dist_ckpt.proof._command import for_ranks, resolve_command, run_option, with_run_dir
-from dist_ckpt.proof._launch import last_lines
+from dist_ckpt.proof._launch import last_lines, run_process
 
 
 def test_a_bare_python_is_the_one_that_judges() -> None:
@@ -48,6 +52,31 @@ def test_the_last_lines_are_the_scripts_and_not_torchruns_report_on_it(tmp_path:
     )
     assert last_lines(log) == ["one", "ValueError: two"]
     assert last_lines(tmp_path / "none") == []
+
+
+def test_a_scenario_that_not_even_sigkill_ends_is_told_of_and_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stuck in the kernel: here it just isn't sent a signal."""
+    sent: list[int] = []
+    started: list[subprocess.Popen[bytes]] = []
+    real = subprocess.Popen
+
+    def start(*args: Any, **named: Any) -> subprocess.Popen[bytes]:
+        started.append(real(*args, **named))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(os, "killpg", lambda _pid, signum: sent.append(signum))
+    monkeypatch.setattr(_launch, "_END_SECS", 0.05)
+    monkeypatch.setattr(_launch, "_GONE_SECS", 0.05)
+    order = Order(("sleep", "60"), {}, tmp_path / "log", timeout_secs=0.05)
+    with pytest.raises(IncompleteError, match="not gone after SIGKILL"):
+        run_process(order)
+    assert started[0].poll() is None
+    started[0].kill()
+    started[0].wait(20)
+    assert sent == [signal.SIGINT, signal.SIGINT, signal.SIGKILL]
 
 
 def test_ranks_are_started_by_the_launcher() -> None:

@@ -25,7 +25,7 @@ import pytest
 
 from dist_ckpt.errors import DistCkptError, UsageError
 from dist_ckpt.history import History
-from dist_ckpt.report import Server, _catalog, _server
+from dist_ckpt.report import Server, _catalog, _gather, _server
 from dist_ckpt.report._catalog import Catalog
 from dist_ckpt.runs import Run
 from helpers.reporting import hostile_run, write_run
@@ -173,14 +173,13 @@ def test_a_look_that_failed_is_made_again_as_a_whole(
     with History(run_dir, "run", 2) as history:
         history.journal.append("save_failed", step=1)
     faults = [PermissionError("for a moment")]
-    tell = _catalog.story_of
 
-    def story_of(*args: Any) -> dict[str, Any]:
+    def story_with_faults(*args: Any) -> dict[str, Any]:
         if faults:
             raise faults.pop()
-        return tell(*args)
+        return _gather.story_of(*args)
 
-    monkeypatch.setattr(_catalog, "story_of", story_of)
+    monkeypatch.setattr(_catalog, "story_of", story_with_faults)
     with pytest.raises(PermissionError):
         watched.view()
     assert [mark[:2] for mark in watched.view().story["marks"]] == [["fault", 1]]
