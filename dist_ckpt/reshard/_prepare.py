@@ -20,6 +20,9 @@ from dist_ckpt.storage import FileDigest
 
 __all__ = ["Prepared", "prepare"]
 
+#: A plan holds each rank's files and tensors: a slip in the number must not fill the memory.
+_MOST_RANKS = 100_000
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -78,6 +81,13 @@ def prepare(store: StoredGenerations, point: ResumePoint, world_size: int) -> Pr
         raise SettingError(
             f"world_size={world_size!r} isn't a number of ranks.",
             next_step="Give a whole number from 1 up.",
+            found=world_size,
+        )
+    if world_size > _MOST_RANKS:
+        raise SettingError(
+            f"world_size={world_size} is more than a generation is rewritten for ({_MOST_RANKS}).",
+            next_step="Give the number of processes of the next job.",
+            expected=f"1 … {_MOST_RANKS}",
             found=world_size,
         )
     _check_files(store, point)

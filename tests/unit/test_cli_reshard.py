@@ -44,6 +44,7 @@ def test_the_answer_says_what_was_made_of_what(tmp_path: Path) -> None:
     ("arguments", "word"),
     [
         (["--world-size", "0", "-o", "new"], "isn't a number of ranks"),
+        (["--world-size", "100001", "-o", "new"], "more than a generation is rewritten for"),
         (["--world-size", "two", "-o", "new"], "valid integer"),
         (["--world-size", "2"], "--output"),
         (["--world-size", "2", "-o", "small"], "is there already"),
