@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from dist_ckpt import storage
 from dist_ckpt.errors import CorruptFileError
 from dist_ckpt.tree import JSON, decode_tree
 
@@ -230,13 +231,23 @@ class MadeTensors:
     def _placed(self, plain: torch.Tensor, place: _Place, device: torch.device) -> torch.Tensor:
         memory = self._memories.get(place.memory)
         if memory is None:
-            memory = torch.zeros(self._sizes[place.memory], dtype=torch.uint8, device=device)
+            memory = _zeros(self._sizes[place.memory], device)
             self._memories[place.memory] = memory
         # No views of one another to autograd: as when each is taken from its storage.
         tensor = torch.empty(0, dtype=plain.dtype, device=device)
         offset = place.offset // plain.element_size()
         tensor.set_(memory.untyped_storage(), offset, plain.shape, place.strides)
         return tensor.copy_(plain)
+
+
+def _zeros(size: int, device: torch.device) -> torch.Tensor:
+    try:
+        return torch.zeros(size, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        if device.type != "cpu":
+            raise
+        # Its size was bounded by the tensors': a lack of memory speaks against no file.
+        raise storage.no_memory("allocate", size) from error
 
 
 _FLAGS = ("parameter", "requires_grad")
