@@ -80,6 +80,8 @@ def rehearse(
     _check_untouched(model)
     passes = 2 if any(module.static_graph for module in wrappers) else 1
     with _put_back(model, data, dict(generators or {})):
+        for parameter in model.parameters():
+            parameter.grad = None
         for _ in range(passes):
             loss().backward()  # type: ignore[no-untyped-call]
             for parameter in model.parameters():
@@ -116,7 +118,8 @@ def _wrappers(model: nn.Module) -> list[DistributedDataParallel]:
 
 def _check_untouched(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
+        # Zeros are what a save before the loop has put there; the loop puts them there again.
+        if parameter.grad is not None and parameter.grad.count_nonzero():
             raise UsageError(
                 f"{name} has a gradient already.",
                 next_step="Rehearse before the first step; or zero_grad(set_to_none=True) first.",

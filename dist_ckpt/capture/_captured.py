@@ -50,6 +50,7 @@ class Captured(LiveObjects):
         accept: Collection[str] = (),
         omit: Collection[str] = (),
         elsewhere: Collection[str] = (),
+        tied: Mapping[str, str] | None = None,
     ) -> dict[str, torch.Tensor]:
         """Optimizer state exists where it was saved and nowhere else, its values yet to be read.
 
@@ -64,6 +65,7 @@ class Captured(LiveObjects):
             omit: Parts that stay as they are here, as ``"optimizer"``, whatever was saved.
             elsewhere: Names of parameters and buffers that other ranks have and this one hasn't
                 (pipeline stages): what was saved of them is passed over.
+            tied: Each further key of a saved tensor → its key in ``keys``.
 
         Returns:
             Each key → the live tensor to be filled; any device, maybe not contiguous. Of a DTensor
@@ -76,7 +78,7 @@ class Captured(LiveObjects):
         view = self._view()
         states = self._states(view)
         found = Mismatches()
-        made = self._slots.make(view, keys, self._specs.component)
+        made = self._slots.make(view, keys, self._specs.component, tied or {})
         targets = self._match_model(view, keys, found, frozenset(elsewhere), made)
         anew = self._begun_anew(shared, accept, omit)
         self._check_shared(view, shared, found, accept, omit, anew=anew, elsewhere=elsewhere)

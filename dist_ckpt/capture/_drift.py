@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TypeAlias
 
 import torch
@@ -80,13 +81,13 @@ def _names(names: Iterable[str]) -> str:
 
 def _digest(tensor: torch.Tensor) -> str:
     """Return what is another text where dtype, shape or a value that is looked at is another."""
-    facts = f"{tensor.dtype} {tuple(tensor.shape)}"
-    try:
-        data = _looked_at(tensor)
-    except (NotImplementedError, RuntimeError, TypeError):
-        # No bytes to be had (sparse, quantized, on the meta device): a warning less, no error.
-        return facts
-    return f"{facts} {hashlib.blake2b(data, digest_size=16).hexdigest()}"
+    facts = "?"
+    # Whatever has no shape or no bytes (lazy, nested, sparse, quantized, on the meta device, of a
+    # class of its own) makes a warning less, no error.
+    with suppress(Exception):
+        facts = f"{tensor.dtype} {tuple(tensor.shape)}"
+        facts += f" {hashlib.blake2b(_looked_at(tensor), digest_size=16).hexdigest()}"
+    return facts
 
 
 def _looked_at(tensor: torch.Tensor) -> bytes:

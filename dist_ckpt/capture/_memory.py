@@ -197,8 +197,12 @@ class MadeTensors:
             self._sizes[place.memory] = max(self._sizes[place.memory], stop)
             stored[place.memory] += plain.nbytes
         for memory, size in self._sizes.items():
-            if size > _SPREAD * stored[memory]:
+            if size <= _SPREAD * stored[memory]:
+                continue
+            if memory[0] == "own":
                 raise _malformed(f"memory of {size} bytes for tensors of {stored[memory]}")
+            # What else lay there isn't restored: each of the others is on its own, as at a save.
+            self._places = {at: p for at, p in self._places.items() if p.memory != memory}
 
     def get(self, node: JSON) -> torch.Tensor:
         """Return the tensor that ``node`` refers to; one object however often it occurs."""

@@ -24,16 +24,21 @@ class Slots:
         self._made: list[tuple[nn.Module, str, torch.Tensor]] = []
 
     def make(
-        self, view: ModelView, keys: Mapping[str, TensorLike], component: Callable[[str], str]
+        self,
+        view: ModelView,
+        keys: Mapping[str, TensorLike],
+        component: Callable[[str], str],
+        tied: Mapping[str, str],
     ) -> dict[str, torch.Tensor]:
         """Return key → new tensor of each buffer that was saved and is None here; changes nothing.
 
-        It lies beside the other tensors of its module, or of the model where that has none.
+        It lies beside the other tensors of its module, or of the model where that has none. What
+        was one tensor under several names (``tied``) is one again.
         """
         self._made.clear()
         made: dict[str, torch.Tensor] = {}
-        for name, (module, local) in view.slots.items():
-            key = f"model/{component(name)}"
+        slots = {f"model/{component(name)}": slot for name, slot in view.slots.items()}
+        for key, (module, local) in slots.items():
             spec = keys.get(key)
             if spec is None or spec.dtype not in TORCH_DTYPES:
                 continue
@@ -41,6 +46,11 @@ class Slots:
             device = near[0].device if near else None
             made[key] = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
             self._made.append((module, local, made[key]))
+        ties = [(slots[key], first) for key, first in tied.items() if key in slots]
+        if ties:
+            live = {**view.parameters, **view.buffers}
+            tensors = {f"model/{component(name)}": tensor for name, tensor in live.items()} | made
+            self._made += [(*slot, tensors[first]) for slot, first in ties if first in tensors]
         return made
 
     def fill(self) -> None:

@@ -8,12 +8,14 @@ wrapper's inner module adds no component to the name; a user's submodule that ha
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from dist_ckpt.capture._sharding import check_held, local_of
 from dist_ckpt.errors import UnsupportedValueError
@@ -115,7 +117,8 @@ class _Walk:
         for local, buffer in module._buffers.items():  # noqa: SLF001
             if local not in transient:
                 if buffer is None:
-                    view.slots[prefix + local] = (module, local)
+                    if not isinstance(module, _NormBase):  # one that tracks nothing never will
+                        view.slots[prefix + local] = (module, local)
                 else:
                     self.keep(view.buffers, prefix + local, buffer)
             elif buffer is not None:
@@ -214,7 +217,7 @@ def _check_own_state_dict(module: nn.Module, name: str, kept: set[int]) -> None:
     path = f"model/{name}".rstrip("/")
     before = _versions(module)
     try:
-        written = list(_leaves(module.state_dict(), ""))
+        written = list(_leaves(_ask_state_dict(module), ""))
     except Exception as error:
         raise UnsupportedValueError(
             f"{path} ({type(module).__name__}) failed when its state_dict() was asked for.",
@@ -234,7 +237,7 @@ def _check_own_state_dict(module: nn.Module, name: str, kept: set[int]) -> None:
         for key, value in written
         if key not in known
         and not _is_extra_state(key)
-        and not (isinstance(value, torch.Tensor) and _memory(value) in kept)
+        and not (isinstance(value, torch.Tensor) and _is_kept(value, kept))
     ]
     if more:
         what = f"({type(module).__name__}) adds {', '.join(more[:20])} in its state_dict"
@@ -245,6 +248,17 @@ def _check_own_state_dict(module: nn.Module, name: str, kept: set[int]) -> None:
         names = ", ".join(changed[:20])
         what = f"({type(module).__name__}) writes {names} when its state_dict() is asked for"
         _refuse(path, what, _OWN_STATE_DICT)
+
+
+def _is_kept(value: torch.Tensor, kept: set[int]) -> bool:
+    return not value.numel() or _memory(value) in kept  # nothing is lost of what has no elements
+
+
+def _ask_state_dict(module: nn.Module) -> Any:
+    try:
+        return module.state_dict()
+    except TypeError:  # one that only its parent calls
+        return module.state_dict(destination=OrderedDict(), prefix="", keep_vars=False)
 
 
 def _is_extra_state(key: str) -> bool:

@@ -65,4 +65,5 @@ def _clean(target: Path) -> None:
         if match is None:
             continue
         if match[1] is None or not announce.process_alive(int(match[1]), int(match[2])):
-            storage.unlink(target.parent / name, missing_ok=True)
+            with suppress(StorageError):  # another user's, say: it's in nobody's way
+                storage.unlink(target.parent / name, missing_ok=True)

@@ -105,9 +105,9 @@ def scan_array(
         path: Named in errors; never opened.
 
     Raises:
-        CorruptFileError: The bytes never were such an array: they don't begin with ``[``, or are
-            valid JSON of something else, and no item stands on a line of its own as ours do. A torn
-            end alone never raises.
+        CorruptFileError: The bytes never were such an array: they are valid JSON of no list, or
+            with NaN in it; or don't begin with ``[``, or are a list of something else, and no item
+            stands on a line of its own as ours do. Neither a torn end nor one bad bit raises.
     """
     items = _load_whole(data, accept)
     if items is not None:
@@ -120,7 +120,8 @@ def scan_array(
         begin = _close_early(data, accept) or _walk(data, accept)
     scan = _pick_up(data, begin, accept)
     is_ours = bool(scan.items) and data[1:2] == b"\n"
-    if not is_ours and (not is_array or _is_lenient_json(data)):
+    is_json = _is_lenient_json(data)
+    if (is_json and not _is_strict_list(data)) or (not is_ours and (is_json or not is_array)):
         message = f"{path}: this isn't a JSON array of {what}."
         raise CorruptFileError(
             message,
@@ -162,9 +163,15 @@ def _load_whole(data: bytes, accept: Callable[[list[Any]], bool]) -> list[Any] |
     return None
 
 
+def _is_strict_list(data: bytes) -> bool:
+    with contextlib.suppress(ValueError):
+        return type(strict_loads(data)) is list
+    return False
+
+
 def _is_lenient_json(data: bytes) -> bool:
     # Whole but not ours, NaN tokens included: nobody tore it, so nobody may cut it.
-    if not data.rstrip(b" \t\r\n").endswith(b"]"):
+    if not data.rstrip(b" \t\r\n").endswith((b"]", b"}")):
         return False
     with contextlib.suppress(ValueError, RecursionError):
         json.loads(data.decode())
@@ -265,8 +272,11 @@ def _item_of_line(
 
 
 def _num_lost(damage: bytes) -> int:
-    """Return how many items, one a line, lay in these bytes between two whole ones."""
-    return max(damage.count(b"\n") - 1, 1 if damage.strip(b",[]{} \t\r\n") else 0)
+    """Return how many items, one a line, lay in these bytes between two whole ones.
+
+    A byte in the place of a comma or of the first bracket is no item.
+    """
+    return max(damage.count(b"\n") - 1, int(len(damage.strip(b",[]{} \t\r\n")) > 1))
 
 
 def _skip_space(text: str, position: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import time
@@ -12,7 +13,13 @@ from typing import Final
 
 from dist_ckpt import storage
 from dist_ckpt.canonical import parse_step_name
-from dist_ckpt.errors import DistCkptError, NoUsableGenerationError, SettingError, UsageError
+from dist_ckpt.errors import (
+    DistCkptError,
+    NoUsableGenerationError,
+    SettingError,
+    StorageError,
+    UsageError,
+)
 from dist_ckpt.generations import StoredGenerations
 from dist_ckpt.lifecycle._hold import LOCK_NAME
 from dist_ckpt.resume_point import RESUME_POINT_NAME, UNFINISHED_NAME
@@ -77,7 +84,7 @@ def require_room_for_names(run_dir: Path, name: str | None = None) -> None:
     """
     longest = os.fsencode(name or run_dir.name) + _LONGEST_SUFFIX
     there = run_dir
-    while not storage.exists(there):
+    while not _is_there(there):
         there = there.parent
     most = storage.longest_name_bytes(there)
     over = max(len(longest) - most, len(os.fsencode(run_dir)) + _LONGEST_BELOW - _PATH_MAX)
@@ -91,6 +98,15 @@ def require_room_for_names(run_dir: Path, name: str | None = None) -> None:
             setting="run_dir",
             path=str(run_dir),
         )
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return storage.exists(path)
+    except StorageError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return False
 
 
 def taken(target: Path) -> UsageError:

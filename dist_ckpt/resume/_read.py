@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -63,12 +64,19 @@ class Reader:
     @property
     def untied(self) -> dict[str, IndexedTensor]:
         """Each tensor once: of several keys of the same bytes the first, as capture names them."""
+        return {key: tensor for key, tensor in self.index.items() if key not in self.tied}
+
+    @cached_property
+    def tied(self) -> dict[str, str]:
+        """Each other key of the same bytes → the first."""
         first: dict[object, str] = {}
+        tied: dict[str, str] = {}
         for key, tensor in self.index.items():
             # Tensors without elements take no place that they could share.
             has_bytes = any(place.byte_range.num_bytes for place in tensor.placements)
-            first.setdefault(tensor.placements if has_bytes else key, key)
-        return {key: self.index[key] for key in first.values()}
+            if (same := first.setdefault(tensor.placements if has_bytes else key, key)) != key:
+                tied[key] = same
+        return tied
 
     def tail(self, rank: int) -> StateTail:
         """Return the JSON at the end of a rank's ``.state`` file.

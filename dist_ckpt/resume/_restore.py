@@ -190,6 +190,7 @@ class Restore:
             accept=self._accept,
             omit=self._omit,
             elsewhere=self._elsewhere.names,
+            tied=reader.tied,
         )
         reader.into(live, buffers=told.buffers, rank=told.rank)
 

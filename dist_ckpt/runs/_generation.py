@@ -193,6 +193,7 @@ class Generation:
             told.shared,
             accept=accept,
             omit=omit,
+            tied=reader.tied,
         )
         reader.into(live, buffers=told.buffers, rank=rank)
         captured.load_shared(told.shared, accept=accept, omit=omit)

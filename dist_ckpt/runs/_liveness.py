@@ -117,6 +117,8 @@ def _ask_lock(run_dir: Path) -> Evidence:
     who = f" by pid {holder['pid']} on {holder.get('host')}" if "pid" in holder else ""
     if "command" in holder:  # nobody trains: a command is moving things
         return Evidence("lock", None, f"`dist-ckpt {holder['command']}` holds {LOCK_FILE}{who}")
+    if not holder:  # a full disk had no room for the name
+        return Evidence("lock", None, f"{LOCK_FILE} is held by somebody who isn't named")
     return Evidence("lock", True, f"{LOCK_FILE} is held{who}")
 
 

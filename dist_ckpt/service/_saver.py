@@ -91,17 +91,21 @@ class Saver:
             self._staging.adopt(layout.ranks[self._saves.comm.rank])
 
     def begin(self, step: int) -> None:
-        """Training begins, after whatever is restored; once. Rank 0 will speak of what changes."""
-        if self._saves.comm.rank == 0:
-            self._began_at = step
-            self._captured.begin()
+        """Training begins, after whatever is restored; once.
+
+        Every rank looks at its model, though rank 0 alone will speak of what changes: a look
+        reshards FSDP2's modules, and where one rank's are whole the others would wait for it.
+        """
+        self._began_at = step
+        self._captured.begin()
 
     def _warn_of_drift(self, step: int) -> None:
         """Say at the first save what a resume won't bring back; the journal keeps it."""
         if self._began_at is None or step <= self._began_at:
             return
         self._began_at = None
-        for text in self._captured.drifted():
+        found = self._captured.drifted()
+        for text in found if self._saves.comm.rank == 0 else ():
             self._saves.warn(text)
             self._saves.journal("note", step=step, sync=False, text=text)
 

@@ -61,17 +61,21 @@ def save(captured: Captured) -> Saved:
     )
 
 
-def prepare(captured: Captured, saved: Saved, accept: Collection[str] = ()) -> dict[str, Any]:
+def prepare(
+    captured: Captured, saved: Saved, accept: Collection[str] = (), omit: Collection[str] = ()
+) -> dict[str, Any]:
     """Run the first step of a restore."""
     shared = json.loads(saved.shared)
-    return captured.prepare(saved.specs, saved.stateless, shared, accept=accept)
+    return captured.prepare(saved.specs, saved.stateless, shared, accept=accept, omit=omit)
 
 
-def restore(captured: Captured, saved: Saved, accept: Collection[str] = ()) -> None:
+def restore(
+    captured: Captured, saved: Saved, accept: Collection[str] = (), omit: Collection[str] = ()
+) -> None:
     """Put everything back in the order that a resume has, random numbers last."""
-    for key, tensor in prepare(captured, saved, accept).items():
+    for key, tensor in prepare(captured, saved, accept, omit).items():
         fill(tensor, saved.tensors[key])
-    captured.load_shared(json.loads(saved.shared), accept=accept)
+    captured.load_shared(json.loads(saved.shared), accept=accept, omit=omit)
     values = json.loads(saved.rank)
 
     def get(number: int) -> torch.Tensor:
@@ -80,7 +84,7 @@ def restore(captured: Captured, saved: Saved, accept: Collection[str] = ()) -> N
         fill(tensor, raw)
         return tensor
 
-    captured.load_rank(values, get, accept=accept)
+    captured.load_rank(values, get, accept=accept, omit=omit)
     captured.load_gradients(values)
     captured.load_rng(values, accept=accept)
 

@@ -368,6 +368,28 @@ def test_a_sharded_training_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path)
         assert same == ["fsdp", "tp", "fsdp_tp", "zero"]
 
 
+def _validate_first(ctx: RankContext, folder: str) -> int:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with dist_ckpt.Checkpointer(Path(folder), model=model, optimizer=optimizer) as ckpt:
+        with torch.no_grad():
+            model(torch.ones(1, 4))
+        for _ in ckpt.steps(until=2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        return ckpt.step
+
+
+def test_a_validation_before_the_loop_leaves_all_ranks_alike(tmp_path: Path) -> None:
+    """Its weights are whole on every rank then; a look at one rank alone would part them."""
+    assert _succeed(run_ranks(2, _validate_first, str(tmp_path / "run"), timeout=60.0)) == [2, 2]
+
+
 # A place in the data that is a rank's own ------------------------------------------------------
 
 

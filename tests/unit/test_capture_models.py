@@ -418,8 +418,19 @@ def test_a_state_dict_that_fails_is_refused_and_one_of_other_names_is_taken() ->
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
             return {f"net.{k}": v for k, v in super().state_dict(*args, **kwargs).items()}
 
+    class Inner(Seen):
+        def state_dict(self, *, destination: Any, prefix: str, keep_vars: bool) -> Any:  # type: ignore[override]
+            return super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+
+    class Empty(Renaming):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("nothing", torch.ones(0, 3))
+
     with pytest.raises(UnsupportedValueError, match=r"model \(Picky\) failed when its state_dict"):
         captured_of(Picky())
+    for net in (nn.Sequential(Inner()), Empty()):
+        assert len(captured_of(net).parameters()) == 2
     assert list(captured_of(Renaming()).parameters()) == ["layer.weight", "layer.bias"]
 
 

@@ -674,7 +674,7 @@ def test_one_of_two_optimizers_begins_anew_and_the_other_goes_on(how: str) -> No
     saved = save(Captured(net, optimizers))
     other, fresh = build(2, torch.optim.SGD if how == "accept" else torch.optim.AdamW)
     captured = Captured(other, fresh)
-    given = {how: ("optimizer.other",)}
+    given: dict[str, Any] = {how: ("optimizer.other",)}
     targets = captured.prepare(saved.specs, saved.stateless, json.loads(saved.shared), **given)
     captured.load_shared(json.loads(saved.shared), **given)
     assert not fresh["other"].state
@@ -714,7 +714,7 @@ def test_an_optimizer_begins_anew_whatever_name_of_a_tied_tensor_was_kept(how: s
     before.step()
     saved = save(Captured(net, before))
     captured = Captured(other, torch.optim.SGD(other.parameters(), lr=0.5))
-    given = {how: ("optimizer",)}
+    given: dict[str, Any] = {how: ("optimizer",)}
     shared = json.loads(saved.shared)
     targets = captured.prepare(saved.specs, saved.stateless, shared, **given)
     captured.load_shared(shared, **given)

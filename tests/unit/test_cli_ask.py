@@ -104,6 +104,19 @@ def test_a_run_that_does_not_run_cannot_be_asked(tmp_path: Path) -> None:
             assert "nobody holds run.lock" in called.json["error"]["message"]
 
 
+def test_a_lock_that_names_nobody_is_no_training(tmp_path: Path) -> None:
+    """A command that frees a full disk holds it so."""
+    run_dir = killed_run(tmp_path)
+    lock = RunLock(run_dir / "run.lock")
+    lock.acquire({"command": "prune"})
+    (run_dir / "run.lock").write_text("")
+    assert call("status", run_dir, "--json").json["state"] == "dead"
+    called = call("save", run_dir, "--json")
+    lock.release()
+    assert (called.status, called.json["error"]["id"]) == (2, "not-running")
+    assert "held by somebody who isn't named" in called.json["error"]["message"]
+
+
 def test_a_process_that_would_die_of_the_signal_is_not_sent_it(tmp_path: Path) -> None:
     run_dir = killed_run(tmp_path)
     sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)

@@ -646,6 +646,16 @@ def test_what_killed_exports_left_is_removed_and_what_is_being_written_is_not(
     assert sorted(os.listdir(tmp_path)) == sorted([*others, "x.bin"])
 
 
+def test_a_leftover_that_may_not_be_removed_is_in_nobodys_way(tmp_path: Path) -> None:
+    """Another user's in a directory like /tmp."""
+    (tmp_path / ".tmp-x.bin").write_text("half")
+    ops = FaultyOps(Fault("unlink", ".tmp-x.bin", error="EPERM"))
+    with use_ops(ops):
+        write_whole(tmp_path / "x.bin", 1, [b"a"])
+    assert ops.struck == 1
+    assert sorted(os.listdir(tmp_path)) == [".tmp-x.bin", "x.bin"]
+
+
 def test_narrower_floats_are_widened_and_wider_ones_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.bin"
     half, full = np.ones(2, np.float16), np.ones(2, np.float32)

@@ -257,6 +257,18 @@ def test_damage_in_the_middle_is_cut_out_and_the_rest_kept(path: Path, bad: byte
     assert (again.repaired, again.num_entries) == (0, file.num_entries)
 
 
+@pytest.mark.parametrize(("good", "bad"), [(b"[\n[0", b"X\n[0"), (b",\n[3", b";\n[3")])
+def test_a_bad_bracket_or_comma_costs_no_entry_and_no_count(
+    path: Path, good: bytes, bad: bytes
+) -> None:
+    data = LONG.replace(good, bad)
+    assert data != LONG
+    path.write_bytes(data)
+    assert parse_loss(data, path=path, torn_ok=True) == parse_loss(LONG, path=path)
+    assert reopened(path).num_entries == 12
+    assert parse_loss(path.read_bytes(), path=path) == parse_loss(LONG, path=path)
+
+
 def test_damage_to_the_first_entry_and_to_the_bracket_before_it(path: Path) -> None:
     for bad in (b"{" + LONG[1:], LONG.replace(b"[0, 0.5]", b"[0, 0;5]")):
         path.write_bytes(bad)
@@ -294,6 +306,8 @@ def test_what_is_cut_is_handed_over_before_anything_changes(path: Path) -> None:
     "data",
     [
         b'{"a": 1}',
+        b'{\n"losses": [\n[1, 0.5],\n[2, 0.4]\n]\n}\n',
+        b"[\n[1, 0.5],\n[2, NaN],\n[3, 0.25]\n]",
         b"[1, 2]",
         b"[[1, 2.5, 3]]",
         b'[["1", 2.5]]',

@@ -268,11 +268,11 @@ def test_what_could_not_be_written_is_refused_where_it_is_given(run: Path) -> No
     bad: list[tuple[Callable[[dist_ckpt.Checkpointer], None], str]] = [
         (lambda ckpt: ckpt.sample(b"bytes"), "bytes, not str"),  # type: ignore[arg-type]
         (lambda ckpt: ckpt.sample("text", loss="much"), "not a number"),
-        (lambda ckpt: ckpt.sample("text", loss=torch.tensor(1j)), "without a real number"),
-        (lambda ckpt: ckpt.record(loss=torch.tensor(1j)), "without a real number"),
-        (lambda ckpt: ckpt.record(loss=torch.ones((), device="meta")), "without a real number"),
-        (lambda ckpt: ckpt.record(loss=torch.ones(1).to_sparse()), "without a real number"),
-        (lambda ckpt: ckpt.record(loss=10**400), "not a number that a float can hold"),
+        (lambda ckpt: ckpt.sample("text", loss=torch.tensor(1j)), "not of a real number"),
+        (lambda ckpt: ckpt.record(loss=torch.tensor(1j)), "not of a real number"),
+        (lambda ckpt: ckpt.record(loss=torch.ones((), device="meta")), "holds no number"),
+        (lambda ckpt: ckpt.record(loss=torch.ones(1).to_sparse()), "not a dense one"),
+        (lambda ckpt: ckpt.record(loss=10**400), "larger than any float"),
         (lambda ckpt: ckpt.record(lr=np.ones(2)), "not a number"),
     ]
     with net.checkpointer(run, every=2) as ckpt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,29 @@ def test_a_buffer_made_for_a_restore_is_none_again_for_the_next() -> None:
     assert other.mean is None
 
 
+def test_what_was_one_tensor_fills_all_the_buffers_that_are_none() -> None:
+    def pair() -> tuple[Any, Captured]:
+        net = nn.Sequential(Centred(None), Centred(None))
+        return net, Captured(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    net, live = pair()
+    net[0].mean = net[1].mean = torch.arange(4.0)
+    saved = save(live)
+    other, live = pair()
+    specs, shared = saved.specs, json.loads(saved.shared)
+    live.prepare(specs, saved.stateless, shared, tied={"model/1.mean": "model/0.mean"})
+    assert other[0].mean is other[1].mean is not None
+
+
+def test_statistics_of_a_norm_that_keeps_none_here_are_a_mismatch() -> None:
+    def norm(tracks: bool) -> Captured:
+        net = nn.BatchNorm1d(3, track_running_stats=tracks)
+        return Captured(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    with pytest.raises(MismatchError, match="running_mean"):
+        prepare(norm(False), save(norm(True)))
+
+
 def test_a_transient_buffer_that_changes_is_warned_of_once_an_attempt(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -141,4 +165,6 @@ def test_what_is_looked_at_tells_values_shapes_and_dtypes_apart() -> None:
         torch.zeros(2, dtype=torch.complex64), torch.ones(2, dtype=torch.complex64).conj() * 1j,
     ]  # fmt: skip
     assert len({_digest(tensor) for tensor in tensors}) == len(tensors)
+    for odd in (nn.UninitializedBuffer(), torch.empty(2, device="meta"), torch.eye(2).to_sparse()):
+        assert _digest(odd) == _digest(odd)
     assert [_digest(tensor.clone()) for tensor in tensors] == [_digest(t) for t in tensors]

@@ -35,7 +35,15 @@ def test_the_public_names_are_these() -> None:
             *("check_space", "device_of", "digest_bytes", "exists", "file_size"),
             *("for_each", "free_bytes", "get_ops", "hand_on", "is_dir"),
             *("last_moved", "link_or_copy", "list_names", "lock_holder"),
-            *("longest_name_bytes", "lstat", "make_dir", "map_file", "read_file", "read_head"),
+            *(
+                "longest_name_bytes",
+                "lstat",
+                "make_dir",
+                "map_file",
+                "no_memory",
+                "read_file",
+                "read_head",
+            ),
             *("read_piece", "read_segments", "remove_tree", "rename", "rename_durable"),
             *(
                 "replace_durable",
