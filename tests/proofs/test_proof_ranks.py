@@ -171,6 +171,8 @@ def body_rehearses(ctx: RankContext) -> Any:
         )
 
     before = everything()
+    for parameter in model.parameters():  # as a save before the loop leaves them
+        parameter.grad = torch.zeros_like(parameter)
     first = dist_ckpt.rehearse(wrapped, loss, data=data, generators={"own": own})
     assert everything() == before
     assert before["grads"] == [None] * len(before["grads"])
