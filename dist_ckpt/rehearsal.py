@@ -119,7 +119,8 @@ def _wrappers(model: nn.Module) -> list[DistributedDataParallel]:
 def _check_untouched(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         # Zeros are what a save before the loop has put there; the loop puts them there again.
-        if parameter.grad is not None and parameter.grad.count_nonzero():
+        grad = parameter.grad
+        if grad is not None and (grad.layout is not torch.strided or grad.count_nonzero()):
             raise UsageError(
                 f"{name} has a gradient already.",
                 next_step="Rehearse before the first step; or zero_grad(set_to_none=True) first.",

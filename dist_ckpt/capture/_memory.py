@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -26,6 +26,8 @@ __all__ = ["MadeTensors", "NotedTensors", "dim_order", "strides_of"]
 #: Memory may be so many times as large as the tensors in it; elements between them are zeros.
 _SPREAD = 8
 _MAX_NUMBER = 2**63 - 1
+#: Bytes of the largest element.
+_ALIGNED = 16
 
 _Tensor: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
 
@@ -201,8 +203,16 @@ class MadeTensors:
                 continue
             if memory[0] == "own":
                 raise _malformed(f"memory of {size} bytes for tensors of {stored[memory]}")
-            # What else lay there isn't restored: each of the others is on its own, as at a save.
-            self._places = {at: p for at, p in self._places.items() if p.memory != memory}
+            # What else lay there isn't restored: what is left begins with its first, or, where even
+            # that is too far from its last, each is on its own, as at a save.
+            own = {at: place for at, place in self._places.items() if place.memory == memory}
+            low = min(place.offset for place in own.values()) // _ALIGNED * _ALIGNED
+            self._sizes[memory] = size - low
+            for at, place in own.items():
+                if size - low <= _SPREAD * stored[memory]:
+                    self._places[at] = replace(place, offset=place.offset - low)
+                else:
+                    del self._places[at]
 
     def get(self, node: JSON) -> torch.Tensor:
         """Return the tensor that ``node`` refers to; one object however often it occurs."""

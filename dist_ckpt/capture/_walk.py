@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -117,7 +118,7 @@ class _Walk:
         for local, buffer in module._buffers.items():  # noqa: SLF001
             if local not in transient:
                 if buffer is None:
-                    if not isinstance(module, _NormBase):  # one that tracks nothing never will
+                    if not (local in _STATISTICS and isinstance(module, _NormBase)):
                         view.slots[prefix + local] = (module, local)
                 else:
                     self.keep(view.buffers, prefix + local, buffer)
@@ -150,6 +151,10 @@ class _Walk:
             return
         view.names[id(tensor)] = name
         group[name] = tensor
+
+
+#: Of a norm: None says that it was built to track nothing.
+_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 
 def _is_a(cls: type, name: str) -> bool:
@@ -255,10 +260,13 @@ def _is_kept(value: torch.Tensor, kept: set[int]) -> bool:
 
 
 def _ask_state_dict(module: nn.Module) -> Any:
-    try:
-        return module.state_dict()
-    except TypeError:  # one that only its parent calls
-        return module.state_dict(destination=OrderedDict(), prefix="", keep_vars=False)
+    with suppress(TypeError):
+        if (told := module.state_dict()) is not None:
+            return told
+    # One that only its parent calls: it is given what to fill, and what it returns doesn't count.
+    told = OrderedDict()
+    module.state_dict(destination=told, prefix="", keep_vars=False)
+    return told
 
 
 def _is_extra_state(key: str) -> bool:

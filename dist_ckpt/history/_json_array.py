@@ -234,7 +234,7 @@ def _pick_up(data: bytes, begin: ArrayScan, accept: Callable[[list[Any]], bool])
             continue
         item, raw, stop = found
         damage = data[end:position]
-        if b"\0" in damage:
+        if b"\0" in damage and not _is_one_bad_space(damage, accept):
             break
         if damage.strip(b" \t\r\n") != (b"," if items else b""):
             cut.append(damage)
@@ -269,6 +269,16 @@ def _item_of_line(
         if accept([item]):
             return item, raw, stop
     return None
+
+
+def _is_one_bad_space(damage: bytes, accept: Callable[[list[Any]], bool]) -> bool:
+    # One bit makes a NUL byte of a space, and of nothing else that is ours. No lost write is a byte
+    # in the middle of an item.
+    line = damage.strip(b",\n")
+    if line.count(b"\0") != 1 or line.startswith(b"\0") or b"\n" in line:
+        return False
+    found = _item_of_line(line.replace(b"\0", b" "), accept)
+    return found is not None and found[2] == len(line)
 
 
 def _num_lost(damage: bytes) -> int:

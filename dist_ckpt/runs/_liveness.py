@@ -76,9 +76,10 @@ def look_alive(run_dir: Path, journal: Sequence[Mapping[str, Any]]) -> Liveness:
         journal: Its events.
     """
     facts = read_run_file(run_dir) or {}
-    lock = _ask_lock(run_dir)
     process = _ask_process(facts)
     end = _ask_journal(journal, facts)
+    may_train = process is not None and process.alive is not False
+    lock = _ask_lock(run_dir, may_train=may_train and (end is None or end.alive is not False))
     evidence = tuple(found for found in (lock, process, end) if found is not None)
     return Liveness(_judge(lock, process, end, journal), evidence, facts, lock.alive is True)
 
@@ -107,7 +108,8 @@ def _is_suspended(process: Evidence | None) -> bool:
     return process is not None and process.is_suspended
 
 
-def _ask_lock(run_dir: Path) -> Evidence:
+def _ask_lock(run_dir: Path, *, may_train: bool) -> Evidence:
+    """Return what the lock says; ``may_train``: nothing else says that nobody does."""
     try:
         holder = storage.lock_holder(run_dir / LOCK_FILE)
     except DistCkptError as error:
@@ -117,7 +119,7 @@ def _ask_lock(run_dir: Path) -> Evidence:
     who = f" by pid {holder['pid']} on {holder.get('host')}" if "pid" in holder else ""
     if "command" in holder:  # nobody trains: a command is moving things
         return Evidence("lock", None, f"`dist-ckpt {holder['command']}` holds {LOCK_FILE}{who}")
-    if not holder:  # a full disk had no room for the name
+    if not holder and not may_train:  # a full disk had no room for the name of a command
         return Evidence("lock", None, f"{LOCK_FILE} is held by somebody who isn't named")
     return Evidence("lock", True, f"{LOCK_FILE} is held{who}")
 

@@ -231,5 +231,9 @@ class Overlap:
 
 
 def _writes(tensor: torch.Tensor) -> int:
-    """Return how many writes into the memory torch has counted, through any of its views."""
-    return tensor._version  # noqa: SLF001 - autograd's own count; there is no public name
+    """Return how many writes into the memory torch has counted, through any of its views.
+
+    None in what was made in inference mode, as by an optimizer that steps there.
+    """
+    # Autograd's own count; there is no public name.
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001

@@ -202,6 +202,17 @@ def test_what_shares_memory_with_a_part_that_is_left_out_is_on_its_own() -> None
     assert [box.state.tolist() for box in boxes] == [[1.0], pool[-10:].tolist()]
 
 
+def test_what_is_left_of_a_memory_still_shares_it() -> None:
+    pool = torch.arange(1000.0)
+    saved = save(captured_of(Box(pool), Box([pool[-10:], pool[-9::2]])))
+    box = Box()
+    restore(captured_of(Box(), box), saved, omit=("extra.box0",))
+    whole, odd = box.state
+    whole += 1
+    assert odd.tolist() == [992.0, 994.0, 996.0, 998.0, 1000.0]
+    assert whole.untyped_storage().nbytes() < 64
+
+
 def test_numbers_of_another_ranks_tensors_are_moved_together() -> None:
     tree = [{"$tensor": {"at": 1, "shares": 0, "offset": 4}}, {"$ndarray": {"at": 0}}]
     moved = [{"$tensor": {"at": 4, "shares": 3, "offset": 4}}, {"$ndarray": {"at": 3}}]

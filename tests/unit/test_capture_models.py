@@ -422,6 +422,12 @@ def test_a_state_dict_that_fails_is_refused_and_one_of_other_names_is_taken() ->
         def state_dict(self, *, destination: Any, prefix: str, keep_vars: bool) -> Any:  # type: ignore[override]
             return super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
 
+    class Silent(Seen):
+        def state_dict(
+            self, destination: Any = None, prefix: str = "", keep_vars: bool = False
+        ) -> Any:
+            super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+
     class Empty(Renaming):
         def __init__(self) -> None:
             super().__init__()
@@ -429,7 +435,7 @@ def test_a_state_dict_that_fails_is_refused_and_one_of_other_names_is_taken() ->
 
     with pytest.raises(UnsupportedValueError, match=r"model \(Picky\) failed when its state_dict"):
         captured_of(Picky())
-    for net in (nn.Sequential(Inner()), Empty()):
+    for net in (nn.Sequential(Inner()), nn.Sequential(Silent()), Empty()):
         assert len(captured_of(net).parameters()) == 2
     assert list(captured_of(Renaming()).parameters()) == ["layer.weight", "layer.bias"]
 

@@ -117,6 +117,15 @@ def test_a_lock_that_names_nobody_is_no_training(tmp_path: Path) -> None:
     assert "held by somebody who isn't named" in called.json["error"]["message"]
 
 
+def test_a_training_whose_lock_names_nobody_can_be_asked(tmp_path: Path) -> None:
+    run_dir = tmp_path / "live"
+    with live(run_dir) as job:
+        job.wait_for_step(3)
+        (run_dir / "run.lock").write_text("")
+        assert call("status", run_dir, "--json").json["state"] == "running"
+        assert _while_reaping(job, "stop", run_dir).status == 0
+
+
 def test_a_process_that_would_die_of_the_signal_is_not_sent_it(tmp_path: Path) -> None:
     run_dir = killed_run(tmp_path)
     sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)

@@ -122,6 +122,17 @@ def test_statistics_of_a_norm_that_keeps_none_here_are_a_mismatch() -> None:
     with pytest.raises(MismatchError, match="running_mean"):
         prepare(norm(False), save(norm(True)))
 
+    class Averaging(nn.BatchNorm1d):
+        def __init__(self, average: torch.Tensor | None) -> None:
+            super().__init__(3)
+            self.register_buffer("average", average)
+
+    def averaging(average: torch.Tensor | None) -> Captured:
+        net = Averaging(average)
+        return Captured(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    assert "model/average" in prepare(averaging(None), save(averaging(torch.ones(3))))
+
 
 def test_a_transient_buffer_that_changes_is_warned_of_once_an_attempt(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -261,6 +261,17 @@ def test_a_parameter_pointed_at_other_memory_leaves_the_copy_as_it_was() -> None
     assert target.tolist() == [1, 1, 1]
 
 
+def test_state_made_in_inference_mode_is_copied_though_nobody_counts_its_writes() -> None:
+    weight, optimizer, _, overlap = parts()
+    with torch.inference_mode():
+        moment = torch.ones(4)
+    into = torch.zeros(4)
+    overlap.start([(into, moment)])
+    step(weight, optimizer)
+    overlap.wait(5.0)
+    assert into.tolist() == [1.0] * 4
+
+
 def test_closing_removes_the_hooks() -> None:
     weight, optimizer, streams, overlap = parts()
     overlap.start([(torch.zeros(3), weight.detach())])
