@@ -179,7 +179,9 @@ class Exchanger:
                 break
             signs = [sign for sign in signs if sign not in seen]
         if not store.has([outcome]):
-            store.put(mine, GAVE_UP)
+            if leader.state() == "gone":
+                store.drop(mine)  # nobody reads it, and nobody else would clear it
+            store.mark(mine, GAVE_UP)
             return None
         told = store.take(outcome)
         store.drop(mine)

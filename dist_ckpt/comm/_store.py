@@ -52,6 +52,16 @@ class View:
         self._store.set(key, b"%d:" % len(parts) + parts[0])
         self._answered()
 
+    def mark(self, key: str, sign: bytes) -> None:
+        """The key's value begins with ``sign``, which is no longer than a part; the rest is void.
+
+        The further parts stay as they are: who has begun to `take` what was there finds all of it,
+        and `drop` finds them.
+        """
+        count = int(self._store.get(key).partition(b":")[0]) if self.has([key]) else 1
+        self._store.set(key, b"%d:" % count + sign)
+        self._answered()
+
     def take(self, key: str) -> bytes:
         """Return what `put` wrote; only for keys that exist: a store waits for the others."""
         count, _, first = self._store.get(key).partition(b":")
