@@ -123,7 +123,10 @@ def _targets(
         raise UsageError(f"-o {name!r} names no file.", next_step="Give the path of a file.")
     if len(kinds) == 1:
         return {kinds[0]: output}
-    return {kind: output.with_suffix(f".{kind}") for kind in kinds}
+    # `lr.0003` has no ending: only one of ours gives way to the other.
+    is_ours = output.suffix.removeprefix(".") in FORMATS
+    stem = output.stem if is_ours else output.name
+    return {kind: output.with_name(f"{stem}.{kind}") for kind in kinds}
 
 
 def _check_target(target: Path, *, force: bool) -> None:

@@ -14,7 +14,7 @@ import torch
 
 import dist_ckpt
 from dist_ckpt.capture import Captured
-from dist_ckpt.runs import open_run
+from dist_ckpt.runs import FORMATS, open_run
 from helpers.generating import adam_part, change_byte, part_of, write_generation
 from helpers.run_dirs import call, ended_run, snapshot_of
 
@@ -109,6 +109,17 @@ def test_both_formats_at_once_take_their_endings(tmp_path: Path) -> None:
     for name in ("both.bin", "both.safetensors"):
         assert (tmp_path / name).exists()
         assert (tmp_path / f"{name}.sha256").exists()
+
+
+def test_names_with_dots_keep_them_and_collide_with_none(tmp_path: Path) -> None:
+    """Case: a run a learning rate. What comes after the dot is no ending of ours."""
+    run_dir = ended_run(tmp_path)
+    words = ("export", run_dir, "--format", "bin,safetensors", "-o")
+    for name in ("lr.0001", "lr.0003", "all.v2.bin", "all.v3.safetensors"):
+        assert call(*words, tmp_path / name).status == 0
+    stems = ("lr.0001", "lr.0003", "all.v2", "all.v3")
+    names = {f"{stem}.{kind}{sha}" for stem in stems for kind in FORMATS for sha in ("", ".sha256")}
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == names
 
 
 def test_tensors_of_several_ranks_and_kinds_are_exported(tmp_path: Path) -> None:

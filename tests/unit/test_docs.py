@@ -103,6 +103,15 @@ def test_shell_examples_are_what_a_shell_understands(page: Path) -> None:
         assert done.returncode == 0, f"{body}\n{done.stderr}"
 
 
+@pytest.mark.parametrize("page", sorted((DOCS / "how-to").rglob("*.md")), ids=name_of)
+def test_directories_that_shell_examples_write_into_are_there(page: Path) -> None:
+    """Made on the page before; the runs' own is there, absolute ones are the reader's."""
+    text = "\n".join(blocks(page, "sh"))
+    for found in re.finditer(r" -o ([^\s/]+)/", text):
+        made = text[: found.start()].split("\n")
+        assert found[1] == "runs" or f"mkdir -p {found[1]}" in made, found[0]
+
+
 # --------------------------------------------------------------------------------- commands, names
 
 
