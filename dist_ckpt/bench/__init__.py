@@ -10,8 +10,18 @@ from __future__ import annotations
 
 from dist_ckpt.bench._bars import Bar, judge
 from dist_ckpt.bench._plan import CASES, Case, Options
-from dist_ckpt.bench._plot import draw
+from dist_ckpt.bench._plot import check_plot, draw
 from dist_ckpt.bench._run import run_bench
 from dist_ckpt.bench._table import describe
 
-__all__ = ["CASES", "Bar", "Case", "Options", "describe", "draw", "judge", "run_bench"]
+__all__ = [
+    "CASES",
+    "Bar",
+    "Case",
+    "Options",
+    "check_plot",
+    "describe",
+    "draw",
+    "judge",
+    "run_bench",
+]

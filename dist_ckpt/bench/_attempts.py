@@ -104,15 +104,19 @@ def remove_tree(folder: Path) -> None:
 
 
 def _join(before: Mapping[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Return what two attempts have measured; the second counts where both have something."""
+    """Return what two attempts have measured; the second counts where both have something.
+
+    What was noted stays noted: who took its ranks down before it was measured stands there alone.
+    """
     if "contenders" not in before or "contenders" not in found:
         return found
+    notes = list(dict.fromkeys([*before.get("notes", ()), *found.get("notes", ())]))
     contenders = dict(before["contenders"])
     for name, entrant in found["contenders"].items():
         if entrant["samples"] or not contenders.get(name, {}).get("samples"):
             contenders[name] = entrant
     limits = found["limits"] or before["limits"]
-    return {**found, "limits": limits, "contenders": contenders}
+    return {**found, "limits": limits, "contenders": contenders, "notes": notes}
 
 
 def _blame(answer: BenchAnswer, why: str) -> dict[str, str]:
@@ -126,9 +130,9 @@ def _blame(answer: BenchAnswer, why: str) -> dict[str, str]:
     return lost
 
 
-def _tell_lost(found: Mapping[str, Any], lost: Mapping[str, str]) -> None:
+def _tell_lost(found: dict[str, Any], lost: Mapping[str, str]) -> None:
     for name, why in lost.items():
         if name in found.get("contenders", {}):
             found["contenders"][name]["error"] = why
-        else:
-            found.get("notes", []).append(f"{name}: {why}")
+        elif (note := f"{name}: {why}") not in found.get("notes", ()):
+            found.setdefault("notes", []).append(note)

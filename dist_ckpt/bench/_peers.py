@@ -7,7 +7,6 @@ this machine is set, and said in a comment.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dist_ckpt.bench._contender import Contender, Folder, Wait, state_of
+from dist_ckpt.bench._plan import installed_libraries
 from dist_ckpt.bench._state import TrainingState
 
 __all__ = ["PEERS"]
@@ -192,19 +192,18 @@ def _done(pending: Any, method: str = "result") -> None:
     getattr(pending, method)()
 
 
-_CLASSES: tuple[tuple[str, Callable[[TrainingState, Path], Contender]], ...] = (
-    ("torch", _TorchSave),
-    ("safetensors", _Safetensors),
-    ("torch", _DcpSave),
-    ("torch", _DcpAsync),
-    ("torchsnapshot", _Torchsnapshot),
-    ("torchsnapshot", _TorchsnapshotAsync),
-    ("torch_checkpointing", _TorchCheckpointing),
+_CLASSES: tuple[Callable[[TrainingState, Path], Contender], ...] = (
+    _TorchSave,
+    _Safetensors,
+    _DcpSave,
+    _DcpAsync,
+    _Torchsnapshot,
+    _TorchsnapshotAsync,
+    _TorchCheckpointing,
 )
+_BY_NAME = {made.name: made for made in _CLASSES}  # type: ignore[attr-defined]
 
 #: Name → what makes the contender, for each library that is installed.
 PEERS: dict[str, Callable[[TrainingState, Path], Contender]] = {
-    made.name: made  # type: ignore[attr-defined]
-    for module, made in _CLASSES
-    if importlib.util.find_spec(module) is not None
+    name: _BY_NAME[name] for name in installed_libraries()
 }

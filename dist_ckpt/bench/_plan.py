@@ -1,7 +1,11 @@
-"""What a benchmark consists of: cases, sizes, how long each may take. Layer 7, pure."""
+"""What a benchmark consists of: cases, libraries, sizes, how long each may take. Layer 7.
+
+Imports neither torch nor a library that is measured.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,7 +14,15 @@ from typing import Any
 
 from dist_ckpt.errors import SettingError
 
-__all__ = ["CASES", "FULL_BYTES", "SMALL_TENSOR_BYTES", "Case", "Options"]
+__all__ = [
+    "CASES",
+    "FULL_BYTES",
+    "LIBRARIES",
+    "SMALL_TENSOR_BYTES",
+    "Case",
+    "Options",
+    "installed_libraries",
+]
 
 #: Of the state of a real run: 124 million parameters with both moments.
 FULL_BYTES = 1_500_000_000
@@ -41,6 +53,11 @@ class Case:
     num_bytes: int = FULL_BYTES
     secs: float = 60.0
 
+    @property
+    def has_savers(self) -> bool:
+        """Whether saves and loads are measured in it, ours and those of other libraries."""
+        return self.state not in ("flat", "scale")
+
 
 CASES: tuple[Case, ...] = (
     Case("adamw", "AdamW, float32, 1 rank", "adamw", secs=170),
@@ -53,6 +70,24 @@ CASES: tuple[Case, ...] = (
     Case("scale", "plans for many ranks", "scale", secs=25),
 )
 
+#: How ``--against`` names each way of another library → the module that it needs.
+LIBRARIES = {
+    "torch.save": "torch",
+    "safetensors": "safetensors",
+    "DCP save": "torch",
+    "DCP async_save": "torch",
+    "torchsnapshot take": "torchsnapshot",
+    "torchsnapshot async_take": "torchsnapshot",
+    "torch_checkpointing": "torch_checkpointing",
+}
+#: In ``--against``: no other library.
+_NONE = "none"
+
+
+def installed_libraries() -> list[str]:
+    """Return the names of those that can take part here."""
+    return [name for name, module in LIBRARIES.items() if importlib.util.find_spec(module)]
+
 
 @dataclass(frozen=True)
 class Options:
@@ -62,7 +97,8 @@ class Options:
         only: Names of cases; empty for all.
         num_bytes: Size of a state; None for each case's own.
         repeats: Rounds that count, at most; a case that takes longer than its time makes fewer.
-        against: Names of the other libraries that take part; None for all that are installed.
+        against: Names of the other libraries that take part, or ``none``; None for all that are
+            installed.
         without: Names of those that take no part after all: they took a case's ranks down.
         directory: Where everything is written, below a fresh directory that goes at the end.
         patience: Each case may take so many times its time.
@@ -85,6 +121,17 @@ class Options:
                 next_step=f"Give --only one or more of {', '.join(names)}.",
                 found=strange[0],
             )
+        against = [name for name in self.against or () if name != _NONE]
+        if strange := [name for name in against if name not in installed_libraries()]:
+            is_absent = strange[0] in LIBRARIES
+            raise SettingError(
+                f"{strange[0]} isn't installed."
+                if is_absent
+                else f"There is no library {strange[0]!r} to measure against.",
+                next_step="Give --against one or more of "
+                f"{', '.join(installed_libraries())}; or {_NONE}.",
+                found=strange[0],
+            )
         if self.repeats < 1:
             raise SettingError(
                 f"{self.repeats} rounds measure nothing.", next_step="Give --repeats 5."
@@ -100,16 +147,19 @@ class Options:
                 next_step="Give --size 8MiB or more.",
             )
 
+    def chosen(self) -> list[Case]:
+        """Return the cases that are asked for, as they are by themselves."""
+        return [case for case in CASES if not self.only or case.name in self.only]
+
     def cases(self, free_memory_bytes: int) -> list[Case]:
         """Return the cases at the sizes that memory and options allow."""
-        chosen = [case for case in CASES if not self.only or case.name in self.only]
         return [
             replace(
                 case,
                 num_bytes=self._size(case, free_memory_bytes),
                 secs=self.patience * case.secs,
             )
-            for case in chosen
+            for case in self.chosen()
         ]
 
     def _size(self, case: Case, free_memory_bytes: int) -> int:

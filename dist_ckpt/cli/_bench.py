@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from dist_ckpt import storage
 from dist_ckpt.cli._answer import Answer, JsonOption
 from dist_ckpt.cli._sizes import parse_size
+from dist_ckpt.cli._text import plain
+from dist_ckpt.errors import NotFoundError, UsageError
 
 __all__ = ["COMMANDS"]
 
@@ -59,26 +65,71 @@ def bench(
         only=[name for names in only or () for name in names.split(",") if name],
         num_bytes=None if size is None else parse_size(size, "--size"),
         repeats=repeats,
-        against=None if against is None else [name for n in against for name in n.split(",")],
+        against=None
+        if against is None
+        else [name.strip() for names in against for name in names.split(",")],
         directory=directory,
         patience=patience,
     )
 
+    # Nothing that can be known now is found out when everything has been measured.
+    for path, option in ((output, "-o"), (plot, "--plot")):
+        if path is not None:
+            _check_place(path, option)
+    if plot is not None:
+        benchmark.check_plot(options, plot)
+
     def tell(text: str) -> None:
         if not as_json:
-            sys.stderr.write(f"{text}\n")
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it: no figure is lost
+                sys.stderr.write(f"{text}\n")
 
     document = benchmark.run_bench(options, tell=tell)
     document["aims"] = [
         {"figure": bar.figure, "found": bar.value, "aim": bar.aim, "met": bar.met}
         for bar in benchmark.judge(document)
     ]
+    unwritten = []
     if output is not None:
-        output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(document, indent=1) + "\n"
+        unwritten += _try(output, lambda: output.write_text(text, encoding="utf-8"))
     if plot is not None:
-        benchmark.draw(document, plot)
-    failed = any("error" in case for case in document["cases"])
+        unwritten += _try(plot, lambda: benchmark.draw(document, plot))
+    for why in unwritten:
+        tell(f"dist-ckpt: {plain(why)}")
+    if unwritten:
+        document["unwritten"] = unwritten
+    failed = unwritten or any("error" in case for case in document["cases"])
     return Answer(document, lambda: benchmark.describe(document), 2 if failed else 0)
+
+
+def _check_place(path: Path, option: str) -> None:
+    """Refuse where no file can be written."""
+    parent = path.absolute().parent
+    if not storage.is_dir(parent):
+        raise NotFoundError(
+            f"{path.parent} isn't a directory.", next_step="Make it first.", path=str(path)
+        )
+    if storage.is_dir(path):
+        raise UsageError(
+            f"{path} is a directory.",
+            next_step=f"Give {option} the path of a file.",
+            path=str(path),
+        )
+    if not os.access(path if path.exists() else parent, os.W_OK):
+        raise UsageError(
+            f"{path} can't be written.", next_step=f"Give {option} another path.", path=str(path)
+        )
+
+
+def _try(path: Path, write: Callable[[], object]) -> list[str]:
+    """Return why the file wasn't written, nothing where it was."""
+    try:
+        write()
+    except Exception as error:  # noqa: BLE001 - the figures are printed, whatever it is
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return [f"{path} couldn't be written: {why}"]
+    return []
 
 
 COMMANDS = (bench,)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dist_ckpt import bench
-from dist_ckpt.bench import _attempts, _ranks
+from dist_ckpt.bench import _attempts, _plan, _ranks
 from dist_ckpt.bench._answer import BenchAnswer
 from dist_ckpt.bench._plan import Case, Options, decode_order, encode_order
 from dist_ckpt.bench._scale import measure_scale
@@ -19,6 +22,7 @@ from dist_ckpt.cli import main
 from dist_ckpt.cli._sizes import parse_size
 from dist_ckpt.errors import IncompleteError, SettingError
 from helpers.ranks import RankContext, run_ranks
+from helpers.run_dirs import call
 
 SMALL = 1 << 20
 
@@ -167,6 +171,35 @@ def test_what_is_lost_with_a_peer_is_what_it_had_yet_to_measure() -> None:
     assert joined["limits"] == {"x": [1.0]}
 
 
+def test_a_peer_that_dies_before_it_is_measured_is_told_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its constructor, say: it stands in no table. What the second attempt notes comes too."""
+    without: list[tuple[str, ...]] = []
+
+    def attempt(_: Case, options: Options, __: Path) -> tuple[str, BenchAnswer]:
+        without.append(tuple(options.without))
+        notes = ["b can't be measured: no room"]
+        found = {"contenders": {"dist_ckpt": {"samples": {"blocked": [1.0]}}}, "notes": notes}
+        told = {**found, "limits": {"memcpy": [1.0]}}
+        if len(without) == 3:
+            notes.append("c didn't end well: no end")
+            return "", BenchAnswer("", told, is_all=True)
+        dies = ("dying", "worse")[len(without) - 1]
+        return "ended with SIGSEGV", BenchAnswer(dies, told, is_all=False)
+
+    monkeypatch.setattr(_attempts, "_attempt", attempt)
+    found = _attempts.measure(bench.CASES[0], Options(), tmp_path / "case")
+    assert without == [(), ("dying",), ("dying", "worse")]
+    assert list(found["contenders"]) == ["dist_ckpt"]
+    assert found["notes"] == [
+        "b can't be measured: no room",
+        "dying: ended with SIGSEGV",
+        "worse: ended with SIGSEGV",
+        "c didn't end well: no end",
+    ]
+
+
 def test_time_goes_to_the_limits_and_ours_first_and_then_to_the_quick() -> None:
     peers = {"slow": 30.0, "quick": 5.0}
     assert choose_peers(2, 4, 100.0, 10.0, peers) == {"quick", "slow"}
@@ -253,7 +286,7 @@ def test_plans_grow_with_what_ranks_hold_apart_and_not_with_replicas() -> None:
 
 
 def test_orders_survive_their_way_to_a_process(tmp_path: Path) -> None:
-    case, options = bench.CASES[0], Options(repeats=3, against=["x"])
+    case, options = bench.CASES[0], Options(repeats=3, against=["torch.save"])
     found = decode_order(encode_order(case, options, tmp_path))
     assert found == (case, options, tmp_path)
 
@@ -263,6 +296,7 @@ def test_what_cannot_be_measured_is_refused_by_name(tmp_path: Path) -> None:
         ({"only": ["adam"]}, "adamw"),
         ({"repeats": 0}, "--repeats"),
         ({"num_bytes": 12}, "--size"),
+        ({"against": ["torchsave"]}, r"no library 'torchsave'.* torch\.save, .*or none"),
     ):
         with pytest.raises(SettingError, match=word):
             Options(**arguments)
@@ -300,3 +334,106 @@ def test_the_command_answers_with_one_document_and_refuses_by_name(
     assert document["cases"][0]["rows"]
     assert main(["bench", "--only", "everything"]) == 2
     assert "There is no case 'everything'." in capsys.readouterr().err
+
+
+def test_each_library_has_a_name_that_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dist_ckpt.bench import _peers
+
+    assert list(_peers._BY_NAME) == list(_plan.LIBRARIES)
+    assert Options(against=["none"]).against == ["none"]
+    monkeypatch.setitem(_plan.LIBRARIES, "safetensors", "a_module_that_is_not_there")
+    assert "torch.save" in _plan.installed_libraries()
+    with pytest.raises(SettingError, match=r"safetensors isn't installed\."):
+        Options(against=["torch.save", "safetensors"])
+
+
+def count_runs(
+    monkeypatch: pytest.MonkeyPatch, end: Callable[[], object] = lambda: None
+) -> list[Options]:
+    """Return what is asked for in place of measuring, which does ``end`` and finds `case_of`."""
+    runs: list[Options] = []
+
+    def run(options: Options, *, tell: Callable[[str], None]) -> dict[str, Any]:
+        runs.append(options)
+        tell("measured")
+        end()
+        libraries: dict[str, str] = {}
+        machine = {"system": "s", "cpus": 2, "file_system": "f", "load": 0.0, "python": "3"}
+        about = {"secs": 1.0, "machine": {**machine, "libraries": libraries}}
+        return {**about, "cases": [case_of(1.0, 1.0)]}
+
+    monkeypatch.setattr(bench, "run_bench", run)
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("words", "change", "why"),
+    [
+        (["-o"], ("nodir/x.json", "x.json"), "nodir isn't a directory."),
+        (["-o"], (".", "x.json"), ". is a directory."),
+        (["--plot"], ("nodir/x.png", "x.png"), "nodir isn't a directory."),
+        (["--plot"], ("x.xyz", "x.svg"), "x.xyz has no ending of a picture"),
+        (["--plot"], ("x", "x.PNG"), "x has no ending of a picture"),
+        (["--plot", "x.png", "--only"], ("flat,scale", "flat,small"), "There is nothing to draw"),
+        (["--against"], ("torchsave", "torch.save, DCP save"), "There is no library 'torchsave'"),
+    ],
+)
+def test_what_could_not_be_kept_is_refused_before_anything_is_measured(
+    words: list[str],
+    change: tuple[str, str],
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if "--plot" in words:
+        pytest.importorskip("matplotlib")
+    bad, good = change
+    runs = count_runs(monkeypatch)
+    monkeypatch.setattr(bench, "draw", lambda _, path: path.touch())
+    monkeypatch.chdir(tmp_path)
+    called = call("bench", *words, bad)
+    assert (called.status, called.out, runs) == (2, "", [])
+    assert called.err.startswith(f"dist-ckpt: {why}")
+    assert call("bench", *words, good).status == 0
+    assert len(runs) == 1
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    runs = count_runs(monkeypatch)
+    called = call("bench", "--plot", tmp_path / "x.png")
+    assert (called.status, called.out, runs) == (2, "", [])
+    assert "A plot needs matplotlib." in called.err
+
+
+def test_a_file_that_nobody_may_write_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != (tmp_path, os.W_OK))
+    runs = count_runs(monkeypatch)
+    called = call("bench", "-o", tmp_path / "x.json")
+    assert (called.status, called.out, runs) == (2, "", [])
+    assert "x.json can't be written." in called.err
+
+
+def test_figures_whose_files_cannot_be_written_in_the_end_are_printed_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    home = tmp_path / "home"
+    home.mkdir()
+    kept, aside = tmp_path / "kept.json", tmp_path / "aside"
+    runs = count_runs(monkeypatch, end=lambda: home.rename(aside) if home.exists() else None)
+    called = call("bench", "-o", home / "x.json", "--plot", home / "x.png")
+    assert (called.status, len(runs), home.exists()) == (2, 1, False)
+    assert "| dist_ckpt " in called.out
+    for name in ("x.json", "x.png"):
+        assert f"{name} couldn't be written: No such file or directory" in called.err
+    aside.rename(home)
+    called = call("bench", "-o", kept, "--plot", home / "x.png", "--json")
+    assert (called.status, len(runs), home.exists()) == (2, 2, False)
+    assert called.json["cases"][0]["contenders"]
+    assert len(called.json["unwritten"]) == 1
+    assert json.loads(kept.read_text(encoding="utf-8"))["cases"] == called.json["cases"]
