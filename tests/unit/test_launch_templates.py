@@ -87,7 +87,13 @@ case $1 in
     *) echo "scontrol $*" >>"$TOLD" ;;
 esac
 """,
-    "squeue": 'echo "$SQUEUE_SAYS"\n',
+    # Writes a time as the environment wants it.
+    "squeue": """
+case ${SLURM_TIME_FORMAT:-standard} in
+    standard) echo "$SQUEUE_SAYS" ;;
+    *) date --date "$SQUEUE_SAYS" "+$SLURM_TIME_FORMAT" | tee -a "$TOLD" ;;
+esac
+""",
     # Runs one task; what it doesn't know of are its own options.
     "srun": """
 echo "srun $1 $2" >>"$TOLD"
@@ -186,6 +192,30 @@ def test_the_batch_script_tells_the_launcher_rendezvous_attempt_deadline_and_end
     assert abs(int(told[3].split()[1]) - time.time() - 10_000) < 30
     told = submit(0, left_secs=None, SLURM_JOB_END_TIME="1234567890")[1]
     assert told[3] == "end 1234567890"
+
+
+@pytest.mark.parametrize("taste", ["%d.%m. %H:%M", "%d/%m/%Y %T", "%s"])
+def test_how_a_user_likes_to_read_times_changes_nothing(
+    submit: Callable[..., tuple[int, list[str]]], tmp_path: Path, taste: str
+) -> None:
+    squeue = tmp_path / "bin" / "squeue"
+    environ = {"SQUEUE_SAYS": "2030-01-02T03:04:05", "TOLD": "/dev/null", "PATH": os.environ["PATH"]}
+    said = subprocess.check_output([squeue], env={**environ, "SLURM_TIME_FORMAT": taste}, text=True)
+    assert said.strip() != environ["SQUEUE_SAYS"]  # it does heed it
+    status, told = submit(STOPPED, left_secs=10_000, SLURM_TIME_FORMAT=taste)
+    assert (status, REQUEUE in told) == (0, False)
+    assert abs(int(told[3].split()[1]) - time.time() - 10_000) < 30
+    status, told = submit(STOPPED, left_secs=280, SLURM_TIME_FORMAT=taste)
+    assert (status, told[-1]) == (0, REQUEUE)
+
+
+@pytest.mark.parametrize("answer", ["30.11. 22:45", "2026-13-45T99:99:99", "05/12", "Unknown"])
+def test_an_end_that_can_not_be_read_is_taken_from_the_environment(
+    submit: Callable[..., tuple[int, list[str]]], answer: str
+) -> None:
+    status, told = submit(0, left_secs=None, SQUEUE_SAYS=answer, SLURM_JOB_END_TIME="1234567890")
+    assert (status, told[3]) == (0, "end 1234567890")
+    assert submit(0, left_secs=None, SQUEUE_SAYS=answer)[1][3] == "end "
 
 
 def test_the_batch_script_is_right_for_shellcheck_where_that_is_installed() -> None:
