@@ -50,6 +50,7 @@ class Status:
         set_aside: What a start found unusable and moved to archive/.
         lost_losses: What the loss file lacks of what was logged, None where nothing is missing.
         vanished: Says that generations which the journal tells of are gone; None: they aren't.
+        attempt_age_secs: How long ago the newest attempt began.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Status:
     set_aside: tuple[str, ...] = ()
     lost_losses: LossGap | None = None
     vanished: str | None = None
+    attempt_age_secs: float | None = None
 
     @property
     def lost_secs(self) -> float | None:
@@ -91,16 +93,20 @@ class Status:
         return self.liveness.state in (State.RUNNING, State.SUSPENDED, State.UNKNOWN)
 
     def ailments(self, max_age_secs: float) -> list[str]:
-        """Return why it isn't healthy: alive, saving, its last step no older than that."""
+        """Return why it isn't healthy: alive, saving, its last step no older than that.
+
+        A live attempt has that long for its first step, too, however old the last one's steps are.
+        """
         found = []
         age = self.last_step_age_secs
+        begun = self.attempt_age_secs if self.is_alive else None
         if not self.is_alive:
             found.append(f"it isn't alive ({self.liveness.state.value})")
         if self.failing is not None:
             found.append("its last save failed")
         if age is None:
             found.append("no step was logged yet")
-        elif age > max_age_secs:
+        elif age > max_age_secs and (begun is None or begun > max_age_secs):
             found.append(f"step {self.last_step} is {age:.1f} s old, more than {max_age_secs:g} s")
         return found
 
@@ -117,6 +123,7 @@ class Status:
                 for found in self.liveness.evidence
             ],
             "attempt": self.attempt,
+            "attempt_age_secs": self.attempt_age_secs,
             "pid": facts.get("pid"),
             "host": facts.get("host"),
             "world_size": facts.get("world_size"),

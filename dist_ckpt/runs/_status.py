@@ -69,12 +69,19 @@ def read_status(run: Run) -> Status:
         set_aside=_set_aside(store),
         lost_losses=None if committed is None else _gap(store, committed, journal),
         vanished=None if run.is_single else tell_vanished(store, journal),
+        attempt_age_secs=_attempt_age_secs(journal, now),
     )
 
 
 def _attempt(facts: Mapping[str, Any], journal: Sequence[Mapping[str, Any]]) -> int | None:
     known = facts.get("attempt", journal[-1].get("attempt") if journal else None)
     return known if type(known) is int else None
+
+
+def _attempt_age_secs(journal: Sequence[Mapping[str, Any]], now: float) -> float | None:
+    begun = (e.get("time") for e in reversed(journal) if e.get("event") == "attempt_started")
+    when = next(begun, None)
+    return max(0.0, now - when) if isinstance(when, int | float) else None
 
 
 def _newest_marks(journal: Sequence[Mapping[str, Any]]) -> list[_Mark]:

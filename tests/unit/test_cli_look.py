@@ -196,8 +196,10 @@ def test_text_from_a_file_cannot_drive_the_terminal(tmp_path: Path) -> None:
 
 def test_a_run_that_came_to_its_end_is_ended(tmp_path: Path) -> None:
     run_dir = ended_run(tmp_path)
-    document = call("status", run_dir, "--json").json
+    called = call("status", run_dir, "--json")
+    document = called.json
     assert (document["state"], document["alive"]) == ("ended", False)
+    assert '"state": "ended"' in called.out  # as the probes for Kubernetes look for it
     assert (document["last_step"], document["committed_step"]) == (12, 12)
     assert (document["verified_step"], document["lost_steps"]) == (12, 0)
     assert document["generations_that_fit"] > 0
@@ -400,6 +402,23 @@ def test_a_probe_says_why_its_status_is_1(tmp_path: Path) -> None:
     finally:
         lock.release()
     assert (called.status, called.out.splitlines()[-1].split()) == (0, ["healthy", "yes"])
+
+
+def test_a_new_attempt_has_the_whole_age_for_its_first_step(tmp_path: Path) -> None:
+    run_dir = killed_run(tmp_path)
+    os.utime(run_dir / "small.loss.json", (1.0, 1.0))
+    lock = RunLock(run_dir / "run.lock")
+    lock.acquire({"pid": 1, "host": "container"})
+    try:
+        young = call("status", run_dir, "--json", "--max-age", "600")
+        assert young.json["last_step_age_secs"] > 1e6  # the old attempt's step
+        assert 0 < young.json["attempt_age_secs"] < 600
+        assert (young.status, young.json["ailments"]) == (0, [])
+        hanging = call("status", run_dir, "--json", "--max-age", "0")
+        assert hanging.status == 1
+        assert "step 14 is " in hanging.json["ailments"][0]
+    finally:
+        lock.release()
 
 
 @pytest.mark.parametrize("age", ["-1", "nan"])

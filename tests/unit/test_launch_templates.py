@@ -199,9 +199,10 @@ def test_how_a_user_likes_to_read_times_changes_nothing(
     submit: Callable[..., tuple[int, list[str]]], tmp_path: Path, taste: str
 ) -> None:
     squeue = tmp_path / "bin" / "squeue"
-    environ = {"SQUEUE_SAYS": "2030-01-02T03:04:05", "TOLD": "/dev/null", "PATH": os.environ["PATH"]}
-    said = subprocess.check_output([squeue], env={**environ, "SLURM_TIME_FORMAT": taste}, text=True)
-    assert said.strip() != environ["SQUEUE_SAYS"]  # it does heed it
+    plain = "2030-01-02T03:04:05"
+    environ = {"SQUEUE_SAYS": plain, "TOLD": "/dev/null", "SLURM_TIME_FORMAT": taste}
+    said = subprocess.check_output([squeue], env={**os.environ, **environ}, text=True)
+    assert said.strip() != plain  # it does heed it
     status, told = submit(STOPPED, left_secs=10_000, SLURM_TIME_FORMAT=taste)
     assert (status, REQUEUE in told) == (0, False)
     assert abs(int(told[3].split()[1]) - time.time() - 10_000) < 30
@@ -281,8 +282,13 @@ def test_the_probes_let_live_what_trains_and_what_can_not_save(path: Path, tmp_p
 
     for command in (start, live):
         assert ask(command, {"saves_failing": None}, 0) == 0
-        assert ask(command, {"saves_failing": None}, 1) == 1
+        for state in ("running", "dead", "failed", "suspended"):
+            assert ask(command, {"saves_failing": None, "state": state}, 1) == 1
         assert ask(command, {}, 2) != 0
+        assert ask(command, {"saves_failing": None, "state": "ended"}, 1) == 0
+    # An earlier pod was drained: that this one hangs before it trains is to be seen.
+    assert ask(start, {"saves_failing": None, "state": "stopped"}, 1) == 1
+    assert ask(live, {"saves_failing": None, "state": "stopped"}, 1) == 0
     assert ask(live, {"saves_failing": {"num_failed": 2}}, 1) == 0
     for line in set(told.read_text().splitlines()):
         found = subprocess.run(
