@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from torch.distributed.elastic.rendezvous import utils
 
 from dist_ckpt.launcher._options import parse_options
 
@@ -242,7 +244,7 @@ def test_the_manifest_has_times_and_statuses_that_fit_into_each_other(path: Path
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     options = parse_options([*container["command"][2:], *container["args"]])
-    environ = {item["name"]: item["value"] for item in container["env"]}
+    environ = {item["name"]: item.get("value") for item in container["env"]}
     deadline = float(environ["DIST_CKPT_DEADLINE_SECS"])
     assert deadline < options.grace_secs < pod["terminationGracePeriodSeconds"]
     assert container["command"][:2] == ["dist-ckpt", "run"]
@@ -253,13 +255,36 @@ def test_the_manifest_has_times_and_statuses_that_fit_into_each_other(path: Path
     assert pod["restartPolicy"] == "Never"  # what podFailurePolicy asks for
     mounts = {item["name"] for item in container["volumeMounts"]}
     assert mounts == {volume["name"] for volume in pod["volumes"]}
+    given = dict(option.split("=", 1) for option in options.torchrun_args)
+    assert given["--nproc-per-node"] == "gpu"  # as many ranks as the limits have GPUs
     if "completions" in job["spec"]:
-        given = dict(option.split("=", 1) for option in options.torchrun_args)
         num_pods = job["spec"]["completions"]
         assert given["--nnodes"] == str(num_pods)
         assert job["spec"]["parallelism"] == num_pods
-        host = f"{job['metadata']['name']}-0.{pod['subdomain']}"
+        # As /etc/hosts of a pod has it, for the namespace that Kubernetes puts in there.
+        host = f"{job['metadata']['name']}-0.{pod['subdomain']}.$(NAMESPACE).svc.cluster.local"
         assert given["--rdzv-endpoint"].partition(":")[0] == host
+        (named,) = [item for item in container["env"] if item["name"] == "NAMESPACE"]
+        assert named["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.namespace"
+
+
+def test_the_first_pod_knows_that_it_hosts_the_rendezvous_without_dns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    full = "train-0.train.ns.svc.cluster.local"
+
+    def ask_hosts_file(host: str, *_: object, **__: object) -> list[tuple[Any, ...]]:
+        if host not in ("train-0", full):  # all that it has: `10.0.0.7 FULL train-0`
+            raise socket.gaierror(socket.EAI_NONAME, "no such name")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, full, ("10.0.0.7", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", ask_hosts_file)
+    monkeypatch.setattr(socket, "gethostname", lambda: "train-0")
+    (container,) = _job(MANIFESTS[1])["spec"]["template"]["spec"]["containers"]
+    (endpoint,) = [word for word in container["command"] if "--rdzv-endpoint" in word]
+    host = endpoint.partition("=")[2].partition(":")[0].replace("$(NAMESPACE)", "ns")
+    assert utils._matches_machine_hostname(host)
+    assert not utils._matches_machine_hostname("train-0.train")  # only DNS could tell
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
