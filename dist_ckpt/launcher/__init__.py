@@ -41,8 +41,8 @@ def main(argv: list[str]) -> int:
 
     Returns:
         0 when the workers ended with 0, also after a stop; the status that all workers ended with,
-        where they agree on another; 130 after a second SIGINT; 2 for a wrong command line; else
-        torchrun's status.
+        where they agree on another; 130 after a second SIGINT; 2 for a wrong command line; 69
+        where the nodes didn't meet; else torchrun's status.
     """
     try:
         options = parse_options(argv)

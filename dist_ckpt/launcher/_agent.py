@@ -30,7 +30,13 @@ from dist_ckpt.announce import (
     take_again,
     write_json,
 )
-from dist_ckpt.launcher._names import LAUNCHER_PID_ENV, RESULT_NAME, SHUTDOWN_ENV, say
+from dist_ckpt.launcher._names import (
+    LAUNCHER_PID_ENV,
+    RESULT_NAME,
+    SHUTDOWN_ENV,
+    UNMET_STATUS,
+    say,
+)
 from dist_ckpt.launcher._processes import launched_as, send_signal
 
 if TYPE_CHECKING:
@@ -40,6 +46,11 @@ __all__ = ["main"]
 
 # What `StoppableAgent` overrides; private to torch, so a release may move it.
 _SEAMS = ("_start_workers", "_monitor_workers", "_shutdown")
+# Errors of torch's rendezvous that come without a text.
+_WORDLESS = {
+    "RendezvousTimeoutError": "not all of them came in time",
+    "RendezvousClosedError": "the others have ended",
+}
 _LEFTOVER_SECS = 5.0
 _POLL_SECS = 0.05
 
@@ -68,12 +79,14 @@ def main(argv: list[str]) -> int:
 
 
 def _run_torchrun(argv: list[str], directory: Path, progress: _Progress) -> int:
-    from torch.distributed import run as torchrun  # noqa: PLC0415 - seconds
+    from torch.distributed import DistError  # noqa: PLC0415 - seconds
+    from torch.distributed import run as torchrun  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.errors import (  # noqa: PLC0415
         ChildFailedError,
         record,
     )
+    from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: PLC0415
 
     parser = torchrun.get_args_parser()
     parser.error = _usage_error  # type: ignore[method-assign]
@@ -92,6 +105,14 @@ def _run_torchrun(argv: list[str], directory: Path, progress: _Progress) -> int:
         return 1
     except SignalException as error:
         return 128 + int(error.sigval)
+    except (RendezvousError, DistError) as error:
+        if os.environ.get("DIST_CKPT_DEBUG"):
+            raise
+        say(
+            f"the nodes of this job didn't meet ({_why_unmet(error)}). Start the launcher on each "
+            "of them, with the same --nnodes, --rdzv-endpoint and --rdzv-id, and this one again."
+        )
+        return UNMET_STATUS
     except (ValueError, AssertionError) as error:
         if progress.started or os.environ.get("DIST_CKPT_DEBUG"):
             raise
@@ -120,6 +141,14 @@ def _reason(error: Exception) -> str:
         f"it says no more than line {frame.lineno} of {frame.filename}. "
         "Look at the numbers that its options were given (--nnodes, --nproc-per-node)."
     )
+
+
+def _why_unmet(error: Exception) -> str:
+    """Return one line; of an error that wraps another the inner one says more."""
+    cause = error.__cause__ or error
+    name = type(cause).__name__
+    text = str(cause).strip() or _WORDLESS.get(name, name)
+    return text.splitlines()[0].rstrip(".")
 
 
 def _usage_error(message: str) -> NoReturn:

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from dist_ckpt.announce import read_all_announcements
-from dist_ckpt.launcher._names import RESULT_NAME, say, signal_name
+from dist_ckpt.launcher._names import RESULT_NAME, UNMET_STATUS, say, signal_name
 from dist_ckpt.launcher._processes import children_below, send_signal
 
 if TYPE_CHECKING:
@@ -74,8 +74,9 @@ def exit_status(directory: Path, agent_status: int, *, stopping: bool) -> int:
         agent_status: As `os.waitstatus_to_exitcode` gives it: negative when killed.
         stopping: Whether the launcher passed a stop on.
     """
-    if agent_status == 0:
-        return 0
+    # The workers' own are those of before a restart for which the nodes didn't meet again.
+    if agent_status == 0 or (agent_status == UNMET_STATUS and not stopping):
+        return agent_status
     codes = _worker_codes(directory, stopping=stopping)
     withdrawn = read_all_announcements(directory).values()
     stopped = stopping or any(record.stopped for record in withdrawn)

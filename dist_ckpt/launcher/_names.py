@@ -6,11 +6,13 @@ import contextlib
 import signal
 import sys
 
-__all__ = ["LAUNCHER_PID_ENV", "RESULT_NAME", "SHUTDOWN_ENV", "say", "signal_name"]
+__all__ = ["LAUNCHER_PID_ENV", "RESULT_NAME", "SHUTDOWN_ENV", "UNMET_STATUS", "say", "signal_name"]
 
 LAUNCHER_PID_ENV = "DIST_CKPT_LAUNCHER_PID"
 RESULT_NAME = "result.json"
 SHUTDOWN_ENV = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+#: The nodes didn't meet (EX_UNAVAILABLE): no failure of the training, so supervisors may try again.
+UNMET_STATUS = 69
 
 
 def say(text: str) -> None:

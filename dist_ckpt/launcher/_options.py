@@ -36,7 +36,7 @@ What differs from torchrun:
   lost nodes         another node's launcher is killed: the job writes, and restarts
                      (--max-restarts) with the nodes that are left (--nnodes 1:2)
   NOTIFY_SOCKET      systemd is told READY, STATUS, WATCHDOG and STOPPING
-  exit status        the workers' own where they agree, else torchrun's
+  exit status        the workers' own where they agree, else torchrun's; 69: nodes didn't meet
 
 Options:
   --grace SECS          what a stop may take once delivered, then the job is killed;

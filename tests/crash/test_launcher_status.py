@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch.distributed import DistNetworkError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
 from dist_ckpt.launcher import _agent, launch, main
 from dist_ckpt.launcher._agent import _Progress, _use_our_agent
 from dist_ckpt.launcher._agent import _reason as reason
+from dist_ckpt.launcher._ending import exit_status
+from dist_ckpt.launcher._names import RESULT_NAME, UNMET_STATUS
 from dist_ckpt.launcher._options import _FLAGS, _SHORT_FLAGS
 from helpers.launching import ROOT, WORKER, Launched, processes_of
 
@@ -107,6 +111,56 @@ def test_an_option_that_torchrun_refuses_is_status_2_and_two_lines_at_most(
     job = start(option, WORKER, "--out", tmp_path / "out")
     assert job.status() == 2, job.stderr
     assert 1 <= job.stderr.count("\n") <= 2
+
+
+def test_a_node_that_meets_nobody_says_so_in_one_line_and_has_a_status_of_its_own(
+    start: Callable[..., Launched], tmp_path: Path
+) -> None:
+    job = start(
+        *("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x"),
+        *("--rdzv-conf=is_host=0,read_timeout=1", WORKER, "--out", tmp_path / "out"),
+    )
+    assert job.status() == 69, job.stderr
+    assert "Traceback" not in job.stderr
+    (line,) = [one for one in job.stderr.splitlines() if one.startswith("dist-ckpt run: ")]
+    assert "trying to connect to (127.0.0.1, 1)). Start the launcher on each of them" in line
+    assert job.count(0, "ready") == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RendezvousTimeoutError(), "(not all of them came in time)"),
+        (RendezvousClosedError(), "(the others have ended)"),
+        (DistNetworkError("no route\nframe #0"), "(no route)"),
+    ],
+)
+def test_why_nodes_did_not_meet_is_told_in_words(
+    error: Exception,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def meet(_options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(_agent, "_use_our_agent", lambda *_: None)
+    monkeypatch.setattr("torch.distributed.run.run", meet)
+    monkeypatch.setattr("torch.distributed.elastic.multiprocessing.errors.record", lambda run: run)
+    assert _agent._run_torchrun(["--nnodes=2", "x.py"], tmp_path, _Progress()) == UNMET_STATUS
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1
+
+
+def test_nodes_that_do_not_meet_again_count_for_more_than_how_the_workers_ended(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / RESULT_NAME).write_text('{"exit_codes": {"0": 1}}')
+    assert exit_status(tmp_path, 1, stopping=False) == 1
+    assert exit_status(tmp_path, UNMET_STATUS, stopping=False) == UNMET_STATUS
+    assert exit_status(tmp_path, UNMET_STATUS, stopping=True) == 1
 
 
 def test_a_job_without_ranks_is_refused_with_the_number(
