@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from dist_ckpt import __version__, storage
-from dist_ckpt.errors import DistCkptError, NotFoundError
+from dist_ckpt.errors import CorruptFileError, DistCkptError, NotFoundError
 from dist_ckpt.generations import VANISHED_ADVICE
 from dist_ckpt.history import LossEntry, read_samples
 from dist_ckpt.report._story import attempts_of, last_until, marks_of, replays_of
 from dist_ckpt.runs import Run, Status, list_rows, read_status
 from dist_ckpt.wording import counted
 
-__all__ = ["SCHEMA", "Gathered", "gather", "now_of", "story_of", "void_losses"]
+__all__ = ["SCHEMA", "Gathered", "gather", "now_of", "sample_loss", "story_of", "void_losses"]
 
 SCHEMA = "dist_ckpt.report/1"
 _STATE_LIMIT_BYTES = 1 << 20
@@ -28,6 +28,7 @@ _STATE_LIMIT_BYTES = 1 << 20
 _SAMPLES_CHARS = 200_000
 _SAMPLE_CHARS = 20_000
 _MAX_DAMAGED = 3
+_MAX_LEVELS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +164,14 @@ def _samples(run: Run) -> dict[str, Any]:
         room -= len(text)
         if room < 0:
             break
-        rows.append([sample["step"], sample.get("loss"), text])
+        rows.append([sample["step"], sample_loss(sample), text])
     return {"total": len(samples), "rows": rows[::-1]}
+
+
+def sample_loss(sample: Mapping[str, Any]) -> float | None:
+    """Return a sample's loss; None where it is no number: others write samples, too."""
+    loss = sample.get("loss")
+    return loss if type(loss) in (int, float) else None
 
 
 def _policy(run: Run) -> dict[str, Any] | None:
@@ -177,7 +184,21 @@ def _sidecar(run: Run, suffix: str) -> Any:
     path = run.store.run_dir / f"{run.name}{suffix}"
     if not storage.exists(path):
         return None
-    return json.loads(storage.read_file(path, limit_bytes=_STATE_LIMIT_BYTES))
+    value = json.loads(storage.read_file(path, limit_bytes=_STATE_LIMIT_BYTES))
+    if _is_deep(value):
+        raise CorruptFileError(f"{path} is nested deeper than {_MAX_LEVELS} levels.", path=path)
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    """Return whether a value is nested so deeply that neither side may be able to encode it."""
+    level = [value]
+    for _ in range(_MAX_LEVELS):
+        nested = [item for item in level if isinstance(item, dict | list)]
+        if not nested:
+            return False
+        level = [x for one in nested for x in (one.values() if isinstance(one, dict) else one)]
+    return True
 
 
 def void_losses(journal: Iterable[Mapping[str, Any]]) -> int:

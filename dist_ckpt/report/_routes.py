@@ -24,7 +24,7 @@ from dist_ckpt.errors import DistCkptError, NotFoundError
 from dist_ckpt.history import canonical, read_samples
 from dist_ckpt.report._catalog import Catalog, View, Watched
 from dist_ckpt.report._curve import encode_curve, pack
-from dist_ckpt.report._gather import Gathered
+from dist_ckpt.report._gather import Gathered, sample_loss
 from dist_ckpt.report._page import content_policy, json_text, render_index, render_page
 
 __all__ = ["Reply", "answer"]
@@ -203,7 +203,7 @@ def _samples(watched: Watched) -> Reply:
                 {
                     "step": sample["step"],
                     "text": sample.get("text", ""),
-                    "loss": sample.get("loss"),
+                    "loss": sample_loss(sample),
                 }
                 for sample in samples
             ]

@@ -6,6 +6,7 @@ Nothing is ordered by time: the order of the journal is the order of events.
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -47,6 +48,8 @@ _SELF_EVIDENT = ("error", "errors", "reason", "text", "kind")
 _MAX_TEXT = 300
 #: A run that diverged journals each of its losses that aren't finite; so many of a kind are drawn.
 _MAX_MARKS = 200
+#: Whole numbers beyond it are none to a browser.
+_MAX_WHOLE = 2**53 - 1
 
 
 @dataclass
@@ -217,9 +220,19 @@ def replays_of(journal: Iterable[Event]) -> list[dict[str, Any]]:
     """Return the windows of steps that resumes computed again."""
     return [
         {**asdict(found), "all_agreed": found.all_agreed}
-        for found in replay_summary(journal)
-        if _whole(found.resumed_step) is not None and _whole(found.num_logged) is not None
+        for found in replay_summary(filter(_is_replay, journal))
     ]
+
+
+def _is_replay(event: Event) -> bool:
+    needed = (event.get("resumed_step", 0), event.get("agreed", 0), event.get("of", 0))
+    others = (event.get("first_difference"), event.get("first_step"))
+    return (
+        all(_whole(value) is not None for value in needed)
+        and all(value is None or _whole(value) is not None for value in others)
+        and all(type(event.get(key, True)) is bool for key in ("complete", "comparable"))
+        and isinstance(event.get("likely_cause"), str | None)
+    )
 
 
 def last_until(journal: Iterable[Event]) -> int | None:
@@ -238,11 +251,13 @@ def _step(event: Event) -> int | None:
 
 
 def _whole(value: Any) -> int | None:
-    return value if type(value) is int else None
+    return value if type(value) is int and abs(value) <= _MAX_WHOLE else None
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+    # Neither NaN nor a whole number that no float holds.
+    is_number = isinstance(value, int | float) and abs(value) <= sys.float_info.max
+    return float(value) if is_number else None
 
 
 def _text(value: Any) -> str | None:

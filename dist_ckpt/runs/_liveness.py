@@ -21,6 +21,9 @@ from dist_ckpt.runs._places import LOCK_FILE, read_run_file
 __all__ = ["Evidence", "Liveness", "State", "look_alive"]
 
 
+_KINDS: Mapping[str, type] = {"pid": int, "host": str, "attempt": int, "world_size": int}
+
+
 class State(StrEnum):
     """What can be said of the newest attempt."""
 
@@ -75,13 +78,22 @@ def look_alive(run_dir: Path, journal: Sequence[Mapping[str, Any]]) -> Liveness:
         run_dir: The run directory.
         journal: Its events.
     """
-    facts = read_run_file(run_dir) or {}
+    facts = _of_their_kinds(read_run_file(run_dir) or {})
     process = _ask_process(facts)
     end = _ask_journal(journal, facts)
     may_train = process is not None and process.alive is not False
     lock = _ask_lock(run_dir, may_train=may_train and (end is None or end.alive is not False))
     evidence = tuple(found for found in (lock, process, end) if found is not None)
     return Liveness(_judge(lock, process, end, journal), evidence, facts, lock.alive is True)
+
+
+def _of_their_kinds(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return facts without those of another kind than a start writes: they say nothing."""
+    return {
+        key: value
+        for key, value in facts.items()
+        if key not in _KINDS or type(value) is _KINDS[key]
+    }
 
 
 def _judge(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dist_ckpt.history import History, canonical
-from dist_ckpt.report import Gathered, Server, gather, render_page
+from dist_ckpt.report import Gathered, Server, _routes, gather, render_page
 from dist_ckpt.runs import open_run
 from helpers.browsing import Browser, Page, find_browser
 from helpers.reporting import HOSTILE, hostile_run, write_run
@@ -195,6 +195,46 @@ def test_hostile_texts_are_shown_as_text(browser: Browser, tmp_path: Path) -> No
         page.click("body > b")
         assert page.eval("window.hurt") is None
         assert any("Content Security Policy" in text for text in page.complaints())
+
+
+def test_a_part_that_cannot_be_shown_costs_no_other(browser: Browser, tmp_path: Path) -> None:
+    journal = [{"event": "save_failed", "step": 1, "time": 1e14, "error": "far ahead"}]
+    run_dir = write_run(tmp_path / "run", losses=[(1, 2.0)], journal=journal)
+    found = gather(open_run(run_dir))
+    story = found.story | {
+        "samples": {"total": 1, "rows": [[1, "0.5", "some text"]]},
+        "policy": {"state": {"arms": [{"name": {"toString": 1}}]}, "policy": None},
+    }
+    path = tmp_path / "page.html"
+    path.write_text(render_page(Gathered(found.now, story, found.entries, 0)), encoding="utf-8")
+    with browser.page() as page:
+        page.open(path.as_uri())
+        assert page.text("#problems").startswith("Not shown: policy (")
+        assert "far ahead" in page.text("#events")
+        assert page.text("#sample-head").startswith("step 1, loss 0.5 ")
+        assert page.complaints() == []
+
+
+def test_a_live_page_opened_before_the_first_loss_can_draw_it_by_its_logarithm(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_routes, "_EVERY_SECS", 0.1)
+    run_dir = write_run(tmp_path / "run")
+    server = Server([run_dir], port=0)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        with browser.page() as page:
+            page.open(server.url)
+            assert page.eval("document.getElementById('log').disabled") is True
+            with History(run_dir, "run", 1) as history:
+                history.record(1, 0.25, {})
+            page.wait("document.getElementById('log').disabled === false")
+            assert page.complaints() == []
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def test_a_live_page_follows_its_run_and_says_when_nobody_answers(

@@ -44,6 +44,17 @@ def evidence(document: dict[str, Any], what: str) -> Any:
 # ls
 
 
+def test_a_fact_of_another_kind_in_run_json_says_nothing(tmp_path: Path) -> None:
+    run_dir = ended_run(tmp_path)
+    odd: Any
+    for odd in ("2", [2], True, {"a": 2}):
+        change_facts(run_dir, world_size=odd, pid=odd, attempt=odd, host=[odd])
+        called = call("status", run_dir)
+        assert (called.status, called.out.splitlines()[0]) == (0, "small: dead (attempt 1)")
+        document = call("status", run_dir, "--json").json
+        assert [document[key] for key in ("world_size", "pid", "host")] == [None, None, None]
+
+
 def test_ls_shows_each_generation(tmp_path: Path) -> None:
     run_dir = ended_run(tmp_path)
     (run_dir / "pins.json").write_text('{"8": "before the pivot"}')

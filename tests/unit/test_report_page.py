@@ -16,7 +16,7 @@ import pytest
 
 from dist_ckpt.history import History, canonical
 from dist_ckpt.report import Gathered, gather, render_page
-from dist_ckpt.report._page import asset, render_index
+from dist_ckpt.report._page import asset, json_text, render_index
 from dist_ckpt.runs import open_run
 from helpers.reporting import HOSTILE, hostile_run, write_run
 from helpers.run_dirs import call, ended_run, killed_run, spawn
@@ -157,6 +157,32 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_shown(tmp_path: Path) -> N
     gathered = gather(open_run(run_dir))
     assert len(gathered.story["problems"]) == 3
     assert len(gathered.entries) == 12
+
+
+def test_a_value_of_another_kind_costs_only_itself(tmp_path: Path) -> None:
+    losses = ["0.5", True, [1], 10**400, 0.25, None]
+    run_dir = write_run(
+        tmp_path / "run",
+        losses=[(1, 2.0)],
+        journal=[
+            {"event": "attempt_started", "world_size": "2", "pid": 10**400},
+            {"event": "loop_started", "until": 10**400},
+            {"event": "saved", "step": 1, "blocked_secs": 10**400},
+            {"event": "replayed", "resumed_step": 1, "of": 2, "first_difference": "three"},
+            {"event": "replayed", "resumed_step": 1, "of": 2, "agreed": 2},
+        ],
+        samples=[{"step": n, "loss": loss, "text": n} for n, loss in enumerate(losses)],
+    )
+    (run_dir / "run.state.json").write_text('{"a":' * 600 + "1" + "}" * 600)
+    with pytest.raises(RecursionError):
+        json_text(json.loads((run_dir / "run.state.json").read_text()))
+    called = call("report", run_dir, "-o", tmp_path / "a.html")
+    assert (called.status, "nested deeper" in called.out) == (0, True)
+    story = story_of((tmp_path / "a.html").read_text())
+    assert [row[1] for row in story["samples"]["rows"]] == [None, None, None, 10**400, 0.25, None]
+    (attempt,) = story["attempts"]
+    assert (attempt["world_size"], attempt["pid"], attempt["blocked_secs"]) == (None, None, 0.0)
+    assert [one["agreed"] for one in story["replays"]] == [2]
 
 
 def test_what_needs_looking_after_is_said(tmp_path: Path) -> None:

@@ -27,8 +27,6 @@
       const speaks = found.alive === true ? "good" : found.alive === false && now.state === "dead" ? "bad" : null;
       return element("li", {class: speaks}, element("b", {}, found.what), ` ${text}`);
     }));
-    at("problems").hidden = !story || story.problems.length === 0;
-    if (story) at("problems").textContent = story.problems.join(" ");
     document.title = `${now.run}: ${now.state}, step ${now.last_step ?? "none"} · dist_ckpt`;
   }
 
@@ -105,6 +103,23 @@
     return what + first + (one.comparable ? "" : " (bit-equality couldn't be asked for)") + (one.complete ? "" : "; ended inside the window");
   }
 
+  const broken = new Map(); // a part's name → why it can't be shown
+
+  /** Show parts of the page: one that fails costs itself, not the others. */
+  function show(parts) {
+    for (const [name, part] of Object.entries(parts)) {
+      try {
+        part();
+        broken.delete(name);
+      } catch (error) {
+        broken.set(name, `Not shown: ${name} (${error.message}).`);
+      }
+    }
+    const problems = [...story.problems, ...broken.values()];
+    at("problems").hidden = problems.length === 0;
+    at("problems").textContent = problems.join(" ");
+  }
+
   /** The newest attempt goes on between two events of the journal. */
   function goOn() {
     const last = story.attempts.at(-1);
@@ -113,18 +128,18 @@
 
   function all() {
     goOn();
-    head();
-    risk();
-    troubles();
-    tiles();
-    key();
-    plot.tell(story);
-    if (plot.place === null && history.steps.length) readout(history.steps.length - 1, []);
-    tables.events(story, (step) => { plot.goTo(step); at("chart").focus(); at("curve-head").scrollIntoView({behavior: "smooth"}); });
-    tables.attempts(story, now);
-    tables.generations(story, now);
-    tables.policy(story.policy);
-    tables.samples(story);
+    show({
+      head, risk, troubles, tiles, key,
+      curve: () => {
+        plot.tell(story);
+        if (plot.place === null && history.steps.length) readout(history.steps.length - 1, []);
+      },
+      events: () => tables.events(story, (step) => { plot.goTo(step); at("chart").focus(); at("curve-head").scrollIntoView({behavior: "smooth"}); }),
+      attempts: () => tables.attempts(story, now),
+      generations: () => tables.generations(story, now),
+      policy: () => tables.policy(story.policy),
+      samples: () => tables.samples(story),
+    });
     at("precision").hidden = precision.exact;
     at("precision").textContent = `Losses have ${precision.digits} digits here; all of them with \`dist-ckpt report --exact\`.`;
     at("foot").textContent = `${now.path} · dist_ckpt ${story.version}`;
@@ -133,6 +148,7 @@
   async function take(given, voided) {
     history.add(...(await decode.entries(given)), voided);
     plot.history = history;
+    at("log").disabled = !at("log").checked && !history.losses.some((loss) => loss > 0);
     plot.renew();
   }
 
@@ -146,7 +162,6 @@
       const step = Number(at("goto").value.replace(/[^\d.]/g, ""));
       if (at("goto").value.trim() && Number.isFinite(step)) plot.goTo(step);
     };
-    if (!history.losses.some((loss) => loss > 0)) at("log").disabled = true;
   }
 
   async function ask() {
@@ -165,7 +180,7 @@
       precision = news.from === 0 ? news.curve : precision;
       await take(news.curve, news.void);
     }
-    if (news.story || news.curve.count) all(); else { head(); risk(); troubles(); tiles(); }
+    if (news.story || news.curve.count) all(); else show({head, risk, troubles, tiles});
   }
 
   async function follow() {
@@ -178,7 +193,7 @@
       } catch (error) {
         failedSince = failedSince ?? Date.now();
       }
-      head();
+      show({head});
     }
   }
 
@@ -195,7 +210,7 @@
     throw error;
   }
   if (facts.live) {
-    setInterval(() => { head(); risk(); }, 1000);
+    setInterval(() => show({head, risk}), 1000);
     follow();
   }
 })();

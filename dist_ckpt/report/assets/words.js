@@ -38,16 +38,19 @@ const words = (() => {
 
   /** A number with so many digits, without zeros that say nothing. */
   const number = (value, digits = 6) =>
-    value === null || value === undefined ? "not finite" : digits >= 17 ? String(value) : String(Number(value.toPrecision(digits)));
+    value === null || value === undefined ? "not finite" : digits >= 17 || typeof value !== "number" ? String(value) : String(Number(value.toPrecision(digits)));
 
   const clock = new Intl.DateTimeFormat([], {dateStyle: "medium", timeStyle: "short"}); // dear to make
 
   const hour = new Intl.DateTimeFormat([], {timeStyle: "short"});
 
-  /** When something ends: the time alone where that is within the day. */
-  const soon = (from, secs) => (secs < 64800 ? hour : clock).format((from + secs) * 1000);
+  const LAST_SECS = 8.64e12; // no Date is later
 
-  const moment = (secs) => (secs === null || secs === undefined ? NONE : clock.format(secs * 1000));
+  /** When something ends: the time alone where that is within the day. */
+  const soon = (from, secs) => moment(from + secs, secs < 64800 ? hour : clock);
+
+  const moment = (secs, format = clock) =>
+    Number.isFinite(secs) && Math.abs(secs) <= LAST_SECS ? format.format(secs * 1000) : NONE;
 
   /** Return a new element. Children are nodes or texts. */
   function element(tag, attributes = {}, ...children) {
