@@ -6,24 +6,58 @@ A name in an address is looked up among these runs; it never becomes part of a p
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 import time
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dist_ckpt import storage
 from dist_ckpt.errors import DistCkptError, ForeignFileError, NotFoundError
-from dist_ckpt.history import LossEntry, history_path
-from dist_ckpt.report._gather import now_of, story_of, void_losses
+from dist_ckpt.history import LossEntry, canonical, history_path
+from dist_ckpt.report._gather import later_of, now_of, story_of, void_losses
 from dist_ckpt.report._page import json_text
-from dist_ckpt.runs import Run, label_runs, open_run, read_status
+from dist_ckpt.runs import Run, Status, label_runs, open_run, read_status
 
 __all__ = ["Catalog", "Watched"]
 
 #: However many browsers ask, a run is read once in so long.
 _FRESH_SECS = 1.0
+#: A run that nobody trains is read again only when one of its files has changed; or after so long,
+#: for what no stamp tells: the room on the disk, a file that is missing from a generation.
+_STILL_SECS = 300.0
+
+
+class Losses:
+    """A loss file in memory: 16 bytes an entry, where as many tuples take a hundred.
+
+    Args:
+        entries: In the order of the file.
+        void: How many from its beginning don't count at all.
+    """
+
+    def __init__(self, entries: Sequence[LossEntry], void: int) -> None:
+        self._steps = array("q", [step for step, _ in entries])
+        self._losses = array("d", [math.nan if loss is None else loss for _, loss in entries])
+        self.void = void
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def entries(self, since: int = 0) -> list[LossEntry]:
+        """Return the entries from a place of the file on."""
+        pairs = zip(self._steps[since:], self._losses[since:], strict=True)
+        return [(step, None if math.isnan(loss) else loss) for step, loss in pairs]
+
+    @cached_property
+    def newest(self) -> tuple[int | None, float | None, int]:
+        """The last step and loss that count, and how many do."""
+        points = canonical(self.entries(self.void))
+        return *(points[-1] if points else (None, None)), len(points)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +69,16 @@ class View:
         story: What happened.
         token: Names this story: the same as long as nothing else happened.
         file: Names the loss file; another once it was replaced.
-        entries: The loss file.
-        void: How many entries from its beginning don't count at all.
+        losses: The loss file.
+        is_still: Nobody trains it: until a file changes, it only becomes older.
     """
 
     now: dict[str, Any]
     story: dict[str, Any]
     token: str
     file: str
-    entries: list[LossEntry]
-    void: int
+    losses: Losses
+    is_still: bool
 
 
 class Watched:
@@ -56,7 +90,9 @@ class Watched:
         self._lock = threading.Lock()
         self._view: View | None = None
         self._read_at = 0.0
-        self._seen: tuple[object, ...] = ()
+        self._stamps: tuple[object, ...] = ()
+        self._state: object = None
+        self._all_read_at = 0.0
 
     def view(self) -> View:
         """Return what the run looks like, at most a second ago.
@@ -74,13 +110,17 @@ class Watched:
         run = self.run
         # Before anything is read: what is appended meanwhile has another stamp at the next look.
         # Listing thousands of generations takes half a second; each change of one is journalled.
+        began = time.monotonic()
         loss = self._stamp("loss")
-        stamps = (self._stamp("journal"), self._stamp("samples"), self._others())
+        stamps = (self._stamp("journal"), self._stamp("samples"), self._others(), loss)
+        is_new = began - self._all_read_at < _STILL_SECS
+        if before is not None and before.is_still and stamps == self._stamps and is_new:
+            return replace(before, now=later_of(before.now))
         journal = run.journal()
         status = read_status(run)
         now = now_of(status, journal)
-        seen = (*stamps, now["state"])
-        if before is None or seen != self._seen:
+        state = now["state"]
+        if before is None or stamps[:-1] != self._stamps[:-1] or state != self._state:
             story = story_of(run, status, journal)
             token = hashlib.sha256(json_text(story).encode()).hexdigest()[:16]
         else:
@@ -90,10 +130,11 @@ class Watched:
             story=story,
             token=token,
             file=loss[0],
-            entries=run.loss_raw(),
-            void=void_losses(journal),
+            losses=Losses(run.loss_raw(), void_losses(journal)),
+            is_still=_is_still(status),
         )
-        self._seen = seen  # last: where a file couldn't be read, the next look tells all of it
+        # Last: where a file couldn't be read, the next look tells all of it.
+        self._stamps, self._state, self._all_read_at = stamps, state, began
         return view
 
     def _stamp(self, what: str) -> tuple[str, int, int]:
@@ -102,7 +143,7 @@ class Watched:
     def _others(self) -> tuple[object, ...]:
         directory = self.run.store.run_dir
         sidecars = [f"{self.run.name}.{what}.json" for what in ("state", "policy")]
-        names = ("checkpoints", "pins.json", *sidecars)
+        names = ("checkpoints", "archive", "pins.json", "run.json", "run.lock", *sidecars)
         return tuple(_stamp(directory / name) for name in names)
 
 
@@ -137,6 +178,8 @@ class Catalog:
                 if known is None or known.name != name:
                     known = self._watched[directory] = Watched(name, run)
                 found[name] = known
+            # What is gone takes what was read of it along.
+            self._watched = {directory: self._watched[directory] for directory, _ in opened}
             return found
 
     def get(self, name: str) -> Watched:
@@ -195,6 +238,12 @@ def _is_single(place: Path) -> bool:
         return open_run(place).is_single
     except DistCkptError:
         return False
+
+
+def _is_still(status: Status) -> bool:
+    """Return whether nobody trains the run, and nobody holds its lock for another reason."""
+    free = any(one.what == "lock" and one.alive is False for one in status.liveness.evidence)
+    return free and not status.is_alive
 
 
 def _stamp(path: Path) -> tuple[str, int, int]:

@@ -20,7 +20,16 @@ from dist_ckpt.report._story import attempts_of, last_until, marks_of, replays_o
 from dist_ckpt.runs import Run, Status, list_rows, read_status
 from dist_ckpt.wording import counted
 
-__all__ = ["SCHEMA", "Gathered", "gather", "now_of", "sample_loss", "story_of", "void_losses"]
+__all__ = [
+    "SCHEMA",
+    "Gathered",
+    "gather",
+    "later_of",
+    "now_of",
+    "sample_loss",
+    "story_of",
+    "void_losses",
+]
 
 SCHEMA = "dist_ckpt.report/1"
 _STATE_LIMIT_BYTES = 1 << 20
@@ -81,6 +90,14 @@ def now_of(status: Status, journal: Iterable[Mapping[str, Any]]) -> dict[str, An
         "left_secs": left,
         "time": time.time(),
     }
+
+
+def later_of(now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `now_of` told, as it is by this time if nothing has happened since."""
+    passed = max(0.0, time.time() - now["time"])
+    ages = {key: now[key] for key in ("last_step_age_secs", "committed_age_secs")}
+    aged = {key: None if age is None else age + passed for key, age in ages.items()}
+    return {**now, **aged, "time": now["time"] + passed}
 
 
 def _troubles(status: Status) -> list[str]:

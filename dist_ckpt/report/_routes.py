@@ -85,7 +85,7 @@ def _route(catalog: Catalog, parts: list[str], query: str) -> Reply | None:
             return _news(catalog.get(name).view(), parse_qs(query))
         case ["loss", name]:
             view = catalog.get(name).view()
-            return _json({"points": canonical(view.entries[view.void :])})
+            return _json({"points": canonical(view.losses.entries(view.losses.void))})
         case ["samples", name]:
             return _samples(catalog.get(name))
         case _:
@@ -106,13 +106,13 @@ def _row(name: str, watched: Watched) -> dict[str, Any]:
         view = watched.view()
     except DistCkptError as error:
         return {**row, "state": "unreadable", "step": error.id, "loss": _NONE, "age": _NONE}
-    now, last = view.now, next(iter(canonical(view.entries[view.void :])[-1:]), (None, None))
+    now, (_, loss, _) = view.now, view.losses.newest
     age = now["last_step_age_secs"]
     return {
         **row,
         "state": now["state"],
         "step": _NONE if now["last_step"] is None else now["last_step"],
-        "loss": _NONE if last[1] is None else f"{last[1]:.5g}",
+        "loss": _NONE if loss is None else f"{loss:.5g}",
         "age": _NONE if age is None else f"{age:,.0f} s ago",
     }
 
@@ -125,7 +125,7 @@ def _page(watched: Watched) -> Reply:
         "file": view.file,
         "story": view.token,
     }
-    gathered = Gathered(view.now, view.story, view.entries, view.void)
+    gathered = Gathered(view.now, view.story, view.losses.entries(), view.losses.void)
     page = render_page(gathered, live=live).encode()
     return Reply(200, _HTML, page, content_policy(live=True, in_page=False))
 
@@ -134,7 +134,8 @@ def _news(view: View, query: Mapping[str, list[str]]) -> Reply:
     """Answer with how the run is, its new losses, and its story where that is another."""
     since = _whole(query, "since")
     is_same_file = query.get("file", [""])[0] == view.file
-    if not is_same_file or since > len(view.entries) or _whole(query, "void") != view.void:
+    losses = view.losses
+    if not is_same_file or since > len(losses) or _whole(query, "void") != losses.void:
         since = 0
     has_story = query.get("story", [""])[0] == view.token
     return _json(
@@ -143,9 +144,9 @@ def _news(view: View, query: Mapping[str, list[str]]) -> Reply:
             "token": view.token,
             "story": None if has_story else pack(json_text(view.story).encode()),
             "file": view.file,
-            "void": view.void,
+            "void": losses.void,
             "from": since,
-            "curve": encode_curve(view.entries[since:]).to_json(),
+            "curve": encode_curve(losses.entries(since)).to_json(),
         }
     )
 
@@ -157,12 +158,11 @@ def _losses(catalog: Catalog) -> Reply:
             view = watched.view()
         except DistCkptError:
             continue  # one broken run mustn't hide the others
-        points = canonical(view.entries[view.void :])
-        step, loss = points[-1] if points else (None, None)
+        step, loss, count = view.losses.newest
         found["live" if view.now["alive"] else "saved"][name] = {
             "step": step,
             "loss": loss,
-            "count": len(points),
+            "count": count,
             "state": view.now["state"],
         }
     return _json(found)

@@ -24,10 +24,11 @@ from urllib.parse import quote
 import pytest
 
 from dist_ckpt.errors import DistCkptError, UsageError
-from dist_ckpt.history import History
+from dist_ckpt.history import History, LossEntry
 from dist_ckpt.report import Server, _catalog, _gather, _server
 from dist_ckpt.report._catalog import Catalog
 from dist_ckpt.runs import Run
+from dist_ckpt.storage import RunLock
 from helpers.reporting import hostile_run, write_run
 from helpers.run_dirs import call, ended_run, killed_run, snapshot_of
 from helpers.trainers import ROOT
@@ -183,6 +184,57 @@ def test_a_look_that_failed_is_made_again_as_a_whole(
     with pytest.raises(PermissionError):
         watched.view()
     assert [mark[:2] for mark in watched.view().story["marks"]] == [["fault", 1]]
+
+
+def test_a_run_that_nobody_trains_is_read_again_only_when_a_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = ended_run(tmp_path)
+    watched = Catalog([run_dir]).get("small")
+    monkeypatch.setattr(_catalog, "_FRESH_SECS", 0.0)
+    reads: list[Run] = []
+    read = Run.loss_raw
+
+    def loss_raw(run: Run) -> list[LossEntry]:
+        reads.append(run)
+        return read(run)
+
+    monkeypatch.setattr(Run, "loss_raw", loss_raw)
+    first, second = watched.view(), watched.view()
+    assert (first.now["state"], len(reads)) == ("ended", 1)
+    for age in ("last_step_age_secs", "committed_age_secs"):
+        passed = second.now["time"] - first.now["time"]
+        assert second.now[age] - first.now[age] == pytest.approx(passed, abs=1e-6)
+    for name in ("run.json", "run.lock", "small.loss.json", "small.journal.jsonl"):
+        os.utime(run_dir / name, (1, 1))
+        before = len(reads)
+        watched.view()
+        watched.view()
+        assert len(reads) == before + 1, name
+    lock = RunLock(run_dir / "run.lock")
+    lock.acquire({"pid": 1})
+    before = len(reads)
+    assert [watched.view().now["state"] for _ in range(2)] == ["running", "running"]
+    assert len(reads) == before + 2
+    lock.release()
+    assert watched.view().now["state"] == "ended"
+    # What no stamp tells is told, too, only later.
+    before = len(reads)
+    watched.view()
+    monkeypatch.setattr(_catalog, "_STILL_SECS", 0.0)
+    watched.view()
+    assert len(reads) == before + 1
+
+
+def test_what_was_read_of_a_run_goes_with_it(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_run(tmp_path / name, losses=[(3, 1.0), (4, None), (2, 0.5), (3, 0.25)])
+    catalog = Catalog([tmp_path])
+    losses = catalog.get("one").view().losses
+    assert (losses.newest, losses.entries(1)) == ((3, 0.25, 2), [(4, None), (2, 0.5), (3, 0.25)])
+    shutil.rmtree(tmp_path / "one")
+    assert list(catalog.runs()) == ["two"]
+    assert list(catalog._watched) == [tmp_path / "two"]
 
 
 def test_no_address_leads_out_of_the_runs(tmp_path: Path) -> None:
