@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -12,6 +12,7 @@ from dist_ckpt.comparison._address import resolve
 from dist_ckpt.comparison._result import Comparison, Tolerance
 from dist_ckpt.comparison._views import (
     BinView,
+    GenerationView,
     LiveView,
     StateView,
     count_params,
@@ -21,7 +22,7 @@ from dist_ckpt.comparison._walk import Walker
 from dist_ckpt.errors import UsageError
 from dist_ckpt.export import read_bin
 
-__all__ = ["compare"]
+__all__ = ["compare", "compare_watched"]
 
 View: TypeAlias = BinView | StateView
 
@@ -65,9 +66,40 @@ def compare(
         SettingError: A tolerance is negative or not finite.
         NotFoundError, CorruptFileError: A file is missing or not whole.
     """
+    return compare_watched(a, b, atol, rtol, expect_infinite=expect_infinite)
+
+
+def compare_watched(
+    a: Any,
+    b: Any,
+    atol: float = 1e-12,
+    rtol: float = 0.0,
+    *,
+    expect_infinite: Collection[str] = (),
+    watch: Callable[[int], Callable[[int], None]] | None = None,
+) -> Comparison:
+    """Compare as `compare` does, and tell how far it is.
+
+    Args:
+        a: As there, like the others.
+        b: As there.
+        atol: As there.
+        rtol: As there.
+        expect_infinite: As there.
+        watch: Given how many bytes will be checked and compared, or nearly; what it returns is told
+            the bytes since its last call, from any thread.
+    """
     tolerance = Tolerance(atol, rtol)
     walker = Walker(tolerance, expect_infinite)
-    view_a, view_b = _open(a, "A"), _open(b, "B")
+    stored = _open(a, "A"), _open(b, "B")
+    if watch is not None:
+        walker.progress = watch(sum(view.num_bytes for view in stored if view))
+        for view in stored:
+            if isinstance(view, GenerationView):
+                view.watch(walker.progress)
+    view_a: View | None
+    view_b: View | None
+    view_a, view_b = stored
     notes: list[str] = []
     if view_a is None and view_b is None:
         walker.walk(a, b, "")
@@ -95,7 +127,7 @@ def compare(
     )
 
 
-def _open(value: Any, name: str) -> View | None:
+def _open(value: Any, name: str) -> BinView | GenerationView | None:
     """Return a view of what is stored, None for live values."""
     if isinstance(value, CanonicalState):
         return BinView(value, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -157,10 +157,12 @@ class RankFiles:
     Attributes:
         directory: Where they lie.
         digests: What each must be.
+        progress: Told the bytes of each piece that was found good.
     """
 
     directory: Path
     digests: Mapping[str, FileDigest]
+    progress: Callable[[int], None] | None = None
     _checked: set[str] = field(default_factory=set)
 
     def read(self, requests: Sequence[tuple[StoredTensor, int, int]]) -> list[torch.Tensor]:
@@ -190,7 +192,8 @@ class RankFiles:
     def _check(self, name: str) -> None:
         # Whole and once: a piece of 16 MiB holds many tensors, and would be read again for each.
         if name not in self._checked:
-            storage.verify_file(self.directory / name, self.digests[name], direct=False)
+            path, digest = self.directory / name, self.digests[name]
+            storage.verify_file(path, digest, direct=False, progress=self.progress)
         self._checked.add(name)
 
 

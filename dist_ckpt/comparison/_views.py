@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -53,6 +53,11 @@ class GenerationView:
         self._reader = Reader(store, point)
         self._files = RankFiles(store.path(point.step), store.digests(point))
         self.tensors, self.ties = _split_ties(self._files, self._reader.index)
+        self.num_bytes = 2 * point.num_bytes  # each file is checked whole, then its values are read
+
+    def watch(self, progress: Callable[[int], None]) -> None:
+        """Tell of the bytes that are checked before their first use."""
+        self._files.progress = progress
 
     def shared(self) -> dict[str, Any]:
         """Return the values that are the same on every rank."""
@@ -162,6 +167,11 @@ class BinView:
     def num_params(self) -> int:
         """Number of parameters."""
         return self._state.num_params
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the three arrays."""
+        return sum(array.nbytes for array in (self._state.weights, self._state.m, self._state.v))
 
     def whole(self) -> dict[str, Leaf]:
         """Return the three arrays."""

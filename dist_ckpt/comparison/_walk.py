@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,8 @@ class Walker:
         self.max_abs = 0.0
         self.tolerance = tolerance
         self._expect_infinite = tuple(expect_infinite)
+        #: Told the bytes of tensors that were compared, both sides together.
+        self.progress: Callable[[int], None] = lambda _num_bytes: None
         self._findings: list[tuple[int, Finding]] = []
         self._differences: list[Difference] = []
         self._order = itertools.count()
@@ -182,6 +184,7 @@ class Walker:
             self._note(tally, gap, item.a.start, lambda at, x=x, y=y: (x[at].item(), y[at].item()))
             if item.a.stop == numel(item.a.leaf):
                 self._close(item.order, item.path, self._tallies.pop(item.order), item.a.stop)
+        self.progress(sum(item.a.num_bytes + item.b.num_bytes for item in pending))
 
     def _note(self, tally: _Tally, gap: Gap, start: int, values: Any) -> None:
         before = tally.gap

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from dist_ckpt.cli import _diff
 from dist_ckpt.export import read_bin, write_bin
 from helpers.run_dirs import call, ended_run
 
@@ -40,6 +43,31 @@ def test_files_agree_within_the_tolerance_that_is_given(tmp_path: Path) -> None:
     assert call("diff", near, run_dir).status == 1
     assert call("diff", near, run_dir, "--atol", "0.01").status == 0
     assert call("diff", near, run_dir, "--rtol", "1e9").status == 0
+
+
+def test_how_far_it_is_is_drawn_on_a_bar_of_the_bytes_that_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = ended_run(tmp_path)
+    file = run_dir / "step_000012.bin"
+    bars: list[tuple[str, int, bool]] = []
+    told: list[int] = []
+
+    @contextlib.contextmanager
+    def bar(label: str, num_bytes: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+        bars.append((label, num_bytes, quiet))
+        yield told.append
+        told.append(-1)  # it is closed
+
+    monkeypatch.setattr(_diff, "byte_bar", bar)
+    for a, b, least in ((run_dir, run_dir, 0.5), (run_dir, file, 0.1), (file, file, 1.0)):
+        for option in ([], ["--json"]):
+            assert call("diff", a, b, *option).status == 0
+            ((label, num_bytes, quiet),) = bars
+            assert (label, quiet, told[-1]) == ("comparing", bool(option), -1)
+            assert least * num_bytes <= sum(told[:-1]) <= num_bytes, (a, b)
+            bars.clear()
+            told.clear()
 
 
 @pytest.mark.parametrize("other", ["none", "none@4", "run@5", "run@x"])
