@@ -202,7 +202,7 @@ def _samples(watched: Watched) -> Reply:
             "samples": [
                 {
                     "step": sample["step"],
-                    "text": sample.get("text", ""),
+                    "text": str(sample.get("text", "")),
                     "loss": sample_loss(sample),
                 }
                 for sample in samples

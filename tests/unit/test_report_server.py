@@ -27,6 +27,7 @@ from dist_ckpt.errors import DistCkptError, UsageError
 from dist_ckpt.history import History, LossEntry
 from dist_ckpt.report import Server, _catalog, _gather, _server
 from dist_ckpt.report._catalog import Catalog
+from dist_ckpt.report._page import json_text
 from dist_ckpt.runs import Run
 from dist_ckpt.storage import RunLock
 from helpers.reporting import hostile_run, write_run
@@ -99,6 +100,16 @@ def test_the_dashboards_four_addresses_answer_as_it_reads_them(tmp_path: Path) -
             "samples": [{"step": 12, "text": "text of a sample", "loss": 0.5}]
         }
         assert ask_json(server, "/samples/two") == {"samples": []}
+
+
+def test_samples_of_another_kind_are_told_as_text_without_a_loss(tmp_path: Path) -> None:
+    deep = json.loads("[" * 600 + "]" * 600)
+    run_dir = write_run(tmp_path / "run", samples=[{"step": 1, "text": deep, "loss": "0.5"}])
+    with pytest.raises(RecursionError):
+        json_text(deep)
+    with serving(run_dir) as server:
+        (sample,) = ask_json(server, "/samples/run")["samples"]
+    assert sample == {"step": 1, "text": "[" * 600 + "]" * 600, "loss": None}
 
 
 def test_a_run_whose_lock_is_held_is_live(tmp_path: Path) -> None:
