@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ from typing import Any
 import pytest
 
 from dist_ckpt.history import History, canonical
-from dist_ckpt.report import Gathered, Server, _routes, gather, render_page
+from dist_ckpt.report import Gathered, _routes, gather, render_page
 from dist_ckpt.runs import open_run
 from helpers.browsing import Browser, Page, find_browser
-from helpers.reporting import HOSTILE, hostile_run, write_run
+from helpers.reporting import HOSTILE, hostile_run, serving, write_run
 from helpers.run_dirs import call, killed_run, options_of
 from helpers.trainers import train
 
@@ -220,59 +219,43 @@ def test_a_live_page_opened_before_the_first_loss_can_draw_it_by_its_logarithm(
 ) -> None:
     monkeypatch.setattr(_routes, "_EVERY_SECS", 0.1)
     run_dir = write_run(tmp_path / "run")
-    server = Server([run_dir], port=0)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        with browser.page() as page:
-            page.open(server.url)
-            assert page.eval("document.getElementById('log').disabled") is True
-            with History(run_dir, "run", 1) as history:
-                history.record(1, 0.25, {})
-            page.wait("document.getElementById('log').disabled === false")
-            assert page.complaints() == []
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving(run_dir) as server, browser.page() as page:
+        page.open(server.url)
+        assert page.eval("document.getElementById('log').disabled") is True
+        with History(run_dir, "run", 1) as history:
+            history.record(1, 0.25, {})
+        page.wait("document.getElementById('log').disabled === false")
+        assert page.complaints() == []
 
 
 def test_a_live_page_follows_its_run_and_says_when_nobody_answers(
     browser: Browser, tmp_path: Path
 ) -> None:
     run_dir = write_run(tmp_path / "run", losses=[(step, 1.0 / step) for step in range(1, 9)])
-    server = Server([run_dir], port=0)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        with browser.page() as page:
-            page.open(server.url)
-            assert page.text("#fresh") == "live"
-            with History(run_dir, "run", 1) as history:
-                history.record(9, 0.25, {})
-                history.sample(9, "a new sample", 0.25)
-                history.journal.append("signal", step=9, signals=["SIGUSR1"])
-                page.wait("document.querySelector('#tiles dd').innerText === '9'")
-                page.wait("document.getElementById('sample-text').textContent === 'a new sample'")
-                assert "SIGUSR1" in page.text("#events")
-                assert "step 9 loss 0.25" in go_to(page, 9)
-                history.cut(4)
-                history.record(5, 0.5, {})
-                page.wait("document.getElementById('key').textContent.includes('voided')")
-            assert "step 5 loss 0.5 " in go_to(page, 9)
-            # Another file in its place: nothing of the old one stays.
-            write_run(run_dir.with_name("other"), losses=[(1, 7.5), (2, 7.25)])
-            run_dir.with_name("other").joinpath("other.loss.json").rename(run_dir / "run.loss.json")
-            page.wait("!document.getElementById('key').textContent.includes('voided')")
-            assert "step 2 loss 7.25" in go_to(page, 9)
-            assert page.complaints() == []
-            server.shutdown()
-            server.server_close()
-            page.wait("document.getElementById('fresh').textContent.startsWith('no answer')")
-    finally:
+    with serving(run_dir) as server, browser.page() as page:
+        page.open(server.url)
+        assert page.text("#fresh") == "live"
+        with History(run_dir, "run", 1) as history:
+            history.record(9, 0.25, {})
+            history.sample(9, "a new sample", 0.25)
+            history.journal.append("signal", step=9, signals=["SIGUSR1"])
+            page.wait("document.querySelector('#tiles dd').innerText === '9'")
+            page.wait("document.getElementById('sample-text').textContent === 'a new sample'")
+            assert "SIGUSR1" in page.text("#events")
+            assert "step 9 loss 0.25" in go_to(page, 9)
+            history.cut(4)
+            history.record(5, 0.5, {})
+            page.wait("document.getElementById('key').textContent.includes('voided')")
+        assert "step 5 loss 0.5 " in go_to(page, 9)
+        # Another file in its place: nothing of the old one stays.
+        write_run(run_dir.with_name("other"), losses=[(1, 7.5), (2, 7.25)])
+        run_dir.with_name("other").joinpath("other.loss.json").rename(run_dir / "run.loss.json")
+        page.wait("!document.getElementById('key').textContent.includes('voided')")
+        assert "step 2 loss 7.25" in go_to(page, 9)
+        assert page.complaints() == []
         server.shutdown()
-        thread.join()
         server.server_close()
+        page.wait("document.getElementById('fresh').textContent.startsWith('no answer')")
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from dist_ckpt.report import Server
 
 #: Each would run, break out of its place or be taken for a template where it isn't escaped.
 HOSTILE = (
@@ -57,3 +61,17 @@ def hostile_run(run_dir: Path) -> Path:
         samples=[{"step": 2 + n, "loss": 1.0, "text": text} for n, text in enumerate(HOSTILE)],
         state={"arms": {text: {"weight": 1.5, text: text} for text in HOSTILE}, "note": HOSTILE[0]},
     )
+
+
+@contextmanager
+def serving(*places: Path, **options: Any) -> Iterator[Server]:
+    """Have a server of these runs answer meanwhile, on a port of its own."""
+    server = Server(list(places), port=0, **options)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -14,9 +14,7 @@ import subprocess
 import sys
 import threading
 import zlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -30,22 +28,9 @@ from dist_ckpt.report._catalog import Catalog
 from dist_ckpt.report._page import json_text
 from dist_ckpt.runs import Run
 from dist_ckpt.storage import RunLock
-from helpers.reporting import hostile_run, write_run
+from helpers.reporting import hostile_run, serving, write_run
 from helpers.run_dirs import call, ended_run, killed_run, snapshot_of
 from helpers.trainers import ROOT
-
-
-@contextmanager
-def serving(*places: Path, **options: Any) -> Iterator[Server]:
-    server = Server(list(places), port=0, **options)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def ask(
