@@ -84,7 +84,8 @@ def pivot_run(
         NotFoundError: A stopped run without a generation.
         NotRunningError: It runs on another host, doesn't handle SIGUSR1, or was killed before the
             boundary; nothing is asked for any more then.
-        JobError: It ended by an error before the boundary (likewise), or at the restart.
+        JobError: It ended by an error before the boundary (likewise), or at the restart; or another
+            pivot was asked for meanwhile, which took this one's place.
         RankTimeoutError: Not done in time. The request stands: the run still follows it.
     """
     check_pivot(run, settings)
@@ -114,9 +115,12 @@ class _Pivoting:
         request = self._request(facts)
         while True:
             liveness = self._look()
+            standing = read_request(self._run_dir)  # before the journal: it goes after its pivot
             journal = self._run.journal()
             done = [pivot for pivot in pivots_of(journal) if pivot.id == request.id]
-            if done and read_request(self._run_dir) is None:
+            if standing is None or standing.id != request.id:
+                if not done:
+                    raise _displaced(self._run, standing)
                 return self._follow(done[0], facts)
             if done and liveness.is_locked:
                 pass  # whoever has the lock is about to remove the request
@@ -259,6 +263,15 @@ class _Pivoting:
                 timeout_secs=self._timeout_secs,
             )
         time.sleep(_POLL_SECS)
+
+
+def _displaced(run: Run, standing: PivotRequest | None) -> JobError:
+    what = "was withdrawn, or another was done instead" if standing is None else "was replaced"
+    return JobError(
+        f"The request for this pivot {what} by another call. This one changed nothing.",
+        next_step="`dist-ckpt show` tells the last pivot; pivot again if yours is to follow it.",
+        path=str(run.path),
+    )
 
 
 def _place_of(pivot: Pivot, journal: Sequence[Mapping[str, Any]]) -> int:

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import dist_ckpt
 from dist_ckpt.errors import (
     CorruptFileError,
+    JobError,
     LockedError,
     NotFoundError,
     NotRunningError,
@@ -24,11 +26,17 @@ from dist_ckpt.errors import (
     UsageError,
 )
 from dist_ckpt.history import History, bookmark_history, read_journal, read_samples
-from dist_ckpt.lifecycle import REQUEST_FILE, read_request
+from dist_ckpt.lifecycle import (
+    REQUEST_FILE,
+    new_request,
+    read_request,
+    remove_request,
+    write_request,
+)
 from dist_ckpt.runs import open_run, pivot_run, plan_pivot
 from dist_ckpt.storage import RunLock, use_ops
 from helpers.faulty_ops import Fault, FaultyOps, RecordingOps
-from helpers.pivoting import Training
+from helpers.pivoting import Training, wait_for
 from helpers.power_cuts import Disk, cuts
 from helpers.recording import Recorder
 from helpers.reliability import record_fault
@@ -274,6 +282,36 @@ def test_a_request_of_somebody_else_is_refused_by_name(stopped: Path, tmp_path: 
     (run / REQUEST_FILE).write_text(json.dumps(body), encoding="utf-8")
     with pytest.raises(CorruptFileError, match="archive"):
         read_request(run)
+
+
+@pytest.mark.parametrize(("wish", "what"), [(NEW, "replaced"), (None, "withdrawn")])
+def test_a_pivot_whose_place_another_took_says_so_and_changes_nothing(
+    stopped: Path, tmp_path: Path, wish: dict[str, Any] | None, what: str
+) -> None:
+    run = _copy(stopped, tmp_path)
+    lock = RunLock(run / "run.lock")
+    lock.acquire(
+        {"host": os.uname().nodename}
+    )  # as of somebody who trains, and comes to no boundary
+    try:
+        with ThreadPoolExecutor() as pool:
+            first = pool.submit(pivot_run, open_run(run), OLD, timeout_secs=60.0)
+            wait_for(run / REQUEST_FILE)
+            assert not first.done()
+            if wish is None:
+                remove_request(run)
+            else:
+                write_request(run, new_request(wish))
+            with pytest.raises(JobError, match=what):
+                first.result(30)
+    finally:
+        lock.release()
+    assert _events(run, "pivot") == []
+    standing = read_request(run)
+    assert (standing and standing.policy) == wish
+    if wish is not None:
+        pivot_run(open_run(run), NEW)
+        _check(run, stopped)
 
 
 def test_a_locked_run_that_nobody_can_be_asked_of_is_waited_for_and_left_alone(
