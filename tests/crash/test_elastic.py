@@ -25,7 +25,7 @@ from helpers.launching import HELPERS, Launched
 from helpers.trainers import final, generations
 from helpers.training import NUM_SAMPLES, Options
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 #: torchrun waits 15 s for a silent node and 30 s for late ones, where nothing else is said. With
 #: less than some seconds a node on busy cores counts as gone.

@@ -22,7 +22,7 @@ from helpers.launching import HELPERS, ROOT, Launched
 from helpers.trainers import final, generations
 from helpers.training import Options
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 
 
 class Supervisor:

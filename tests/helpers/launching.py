@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -12,6 +13,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -19,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HELPERS = Path(__file__).resolve().parent
 WORKER = HELPERS / "launched_worker.py"
 PLAIN_SCRIPT = HELPERS / "plain_script.py"
-START_SECS = 60.0  # torch is imported by agent and workers, on busy cores
+START_SECS = 150.0  # torch is imported by agent and workers, on cores that a soak keeps busy
 
 
 class Launched:
@@ -89,8 +92,22 @@ class Launched:
             if time.monotonic() > end or dead:
                 logs = [self.events(rank) for rank in (0, 1)]
                 message = f"{what}: not seen (launcher {status}); {logs}\n{self.stderr}"
-                raise AssertionError(message)
+                raise AssertionError(f"{message}\n{self._tree()}")
             time.sleep(0.02)
+
+    def _tree(self) -> str:
+        """What the launch's processes are at, to tell a hang from a slow machine."""
+        lines = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            launcher = psutil.Process(self.process.pid)
+            for process in (launcher, *launcher.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    used = process.cpu_times()
+                    age = time.time() - process.create_time()
+                    command = " ".join(process.cmdline()[:6])
+                    state = f"{process.status()}, {used.user + used.system:.1f} of {age:.0f} s"
+                    lines.append(f"{process.pid} ({state}) {command}")
+        return "\n".join(lines)
 
     def send(self, signum: signal.Signals) -> None:
         """The launcher, and nobody else, has the signal."""
