@@ -12,7 +12,7 @@ from typing import Any
 from dist_ckpt import storage
 from dist_ckpt.cli._text import ago, plain, size, spell_settings, table
 from dist_ckpt.errors import DistCkptError
-from dist_ckpt.history import read_gap
+from dist_ckpt.history import FollowedHistory, read_gap
 from dist_ckpt.runs import Generation, Run
 from dist_ckpt.wording import counted
 
@@ -53,7 +53,7 @@ def describe_generation(run: Run, generation: Generation, *, with_tensors: bool)
     gap = None
     with contextlib.suppress(DistCkptError):  # a damaged loss file is no fault of a generation
         mark = point.notes.get("history")
-        gap = read_gap(store.run_dir, point.id, point.step, mark, run.journal())
+        gap = read_gap(FollowedHistory(store.run_dir), point.id, point.step, mark)
     document: dict[str, Any] = {
         "run": point.run,
         "path": str(generation.path),

@@ -7,6 +7,7 @@ Importing this imports neither torch nor numpy.
 from __future__ import annotations
 
 from dist_ckpt.history._branches import Branches, Window, compare_branches
+from dist_ckpt.history._follow import FollowedHistory, FollowedLosses
 from dist_ckpt.history._gap import LossGap
 from dist_ckpt.history._history import History
 from dist_ckpt.history._journal import (
@@ -71,6 +72,8 @@ __all__ = [
     "MISSING",
     "UNREADABLE",
     "Branches",
+    "FollowedHistory",
+    "FollowedLosses",
     "History",
     "Journal",
     "Lineage",

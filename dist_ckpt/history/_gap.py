@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dist_ckpt.history._loss_format import LossEntry
 from dist_ckpt.storage import digest_bytes
 
-__all__ = ["LossGap", "find_gap", "mark_of", "mark_of_columns"]
+__all__ = ["LossGap", "find_gap", "mark_of_columns"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +50,13 @@ class LossGap:
         )
 
 
-def mark_of(entries: Iterable[LossEntry]) -> dict[str, Any]:
-    """Return what a resume point notes of the losses that count up to its step."""
-    steps, losses = array("q"), array("d")
-    for step, loss in entries:
-        steps.append(step)
-        losses.append(float("nan") if loss is None else loss)
-    return mark_of_columns(steps, losses)
-
-
 def mark_of_columns(steps: array[int], losses: array[float]) -> dict[str, Any]:
-    """Return the same of two columns of the caller's, null as NaN."""
+    """Return what a resume point notes of the losses that count up to its step.
+
+    Args:
+        steps: Theirs, rising.
+        losses: Beside them, null as NaN. Both are the caller's own: they may be changed.
+    """
     if sys.byteorder == "big":
         steps.byteswap()
         losses.byteswap()
@@ -78,7 +73,7 @@ def find_gap(step: int, mark: Any, found: Mapping[str, Any]) -> LossGap | None:
     Args:
         step: The generation's.
         mark: What it notes; None of a generation that notes nothing.
-        found: `mark_of` the losses that count now up to ``step``.
+        found: `mark_of_columns` of the losses that count now up to ``step``.
     """
     if not isinstance(mark, Mapping) or type(mark.get("losses")) is not int:
         return None

@@ -24,7 +24,9 @@ _MAX_COUNT: Final = 2**63 - 1
 _OWN_KEYS: Final = frozenset({"time", "attempt"})
 
 
-def parse_journal(data: bytes, *, naming: Collection[str] = ()) -> list[dict[str, Any]]:
+def parse_journal(
+    data: bytes, *, naming: Collection[str] = (), first_line: int = 1
+) -> list[dict[str, Any]]:
     """Return the events in the order of the file.
 
     With ``naming`` only those in whose lines one of these words stands, as the event's name or
@@ -33,6 +35,7 @@ def parse_journal(data: bytes, *, naming: Collection[str] = ()) -> list[dict[str
     A torn last line is left out. A damaged line elsewhere, or one that is no event, is reported in
     its place as an event ``"unreadable"`` with ``line`` and ``num_bytes``, so that the rest stays
     readable. Each event has ``time``, ``attempt``, ``event`` and ``step``, of these types.
+    ``first_line`` is the number of the first line here.
     """
     return [
         {"time": None, "attempt": None, "step": None, **value}
@@ -42,7 +45,7 @@ def parse_journal(data: bytes, *, naming: Collection[str] = ()) -> list[dict[str
             "attempt": None,
             "event": UNREADABLE,
             "step": None,
-            "line": number,
+            "line": number - 1 + first_line,
             "num_bytes": len(line),
         }
         for number, line, value in parse_lines(data, naming=naming)

@@ -31,6 +31,7 @@ __all__ = [
     "canonical",
     "encode_entry",
     "loss_kind",
+    "parse_appended",
     "parse_loss",
     "scan_loss",
 ]
@@ -115,6 +116,20 @@ def parse_loss(
             found=repr(data[scan.end : scan.end + 40]),
         )
     return list(_pairs(steps, losses))
+
+
+def parse_appended(data: bytes) -> tuple[array[int], array[float]] | None:
+    """Return steps and losses of what appends put where a loss file had its last bracket.
+
+    Null is NaN in ``losses``. None where it is anything else, as while an append is under way.
+
+    Args:
+        data: The bytes from that bracket's place on.
+    """
+    data = data.rstrip(b" \t\r\n")
+    if data == b"]":
+        return array("q"), array("d")
+    return _scan_own(b"[\n" + data[2:]) if data.startswith(b",\n") else None
 
 
 def canonical(entries: Iterable[LossEntry]) -> list[LossEntry]:

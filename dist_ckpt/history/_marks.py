@@ -6,7 +6,7 @@ rewind to before its first entry), and of what kind a loss was that isn't finite
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from dist_ckpt.history._journal import parse_journal
@@ -17,6 +17,7 @@ __all__ = [
     "LOSS_NOT_FINITE",
     "nonfinite_kinds",
     "void_counts",
+    "void_losses",
 ]
 
 HISTORY_CUT: Final = "history_cut"
@@ -29,11 +30,13 @@ def void_counts(journal: bytes) -> tuple[int, int]:
 
     The last word of the journal holds. Costs a search where the journal says nothing.
     """
-    losses = samples = 0
-    for event in _events(journal, HISTORY_CUT):
-        losses = _count(event.get("void_losses"), losses)
-        samples = _count(event.get("void_samples"), samples)
-    return losses, samples
+    return _last_counts(_events(journal, HISTORY_CUT))
+
+
+def void_losses(journal: Iterable[Mapping[str, Any]]) -> int:
+    """Return how many entries at the beginning of the loss file don't count, by the events."""
+    losses, _ = _last_counts(event for event in journal if event.get("event") == HISTORY_CUT)
+    return losses
 
 
 def nonfinite_kinds(journal: bytes) -> dict[int, str]:
@@ -49,6 +52,14 @@ def _events(journal: bytes, name: str) -> Iterable[dict[str, Any]]:
     if name.encode() not in journal:
         return []
     return [event for event in parse_journal(journal, naming=(name,)) if event.get("event") == name]
+
+
+def _last_counts(cuts: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
+    losses = samples = 0
+    for event in cuts:
+        losses = _count(event.get("void_losses"), losses)
+        samples = _count(event.get("void_samples"), samples)
+    return losses, samples
 
 
 def _count(value: Any, otherwise: int) -> int:

@@ -6,13 +6,14 @@ An append in progress can be seen half done; all readers here pass over a torn e
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from dist_ckpt.history._array_file import LIMIT_BYTES, read_or_none
-from dist_ckpt.history._gap import LossGap, find_gap, mark_of
+from dist_ckpt.history._follow import FollowedHistory
+from dist_ckpt.history._gap import LossGap, find_gap, mark_of_columns
 from dist_ckpt.history._journal import parse_journal
 from dist_ckpt.history._loss_format import CanonicalIndex, LossEntry, parse_loss, scan_loss
 from dist_ckpt.history._marks import LOSSES_MISSING, void_counts
@@ -75,9 +76,7 @@ def read_loss_raw(run_dir: _Path) -> list[LossEntry]:
     return parse_loss(_read(path), path=path, torn_ok=True)
 
 
-def read_gap(
-    run_dir: _Path, point_id: str, step: int, mark: Any, journal: Sequence[Mapping[str, Any]]
-) -> LossGap | None:
+def read_gap(history: FollowedHistory, point_id: str, step: int, mark: Any) -> LossGap | None:
     """Return what the loss file lacks now of what was logged.
 
     Not only of what the newest generation notes: it may have been saved after losses were gone.
@@ -88,25 +87,24 @@ def read_gap(
     Raises:
         CorruptFileError: The loss file is something else.
     """
+    journal = history.journal()
     told = [event for event in journal if event.get("event") in (LOSSES_MISSING, "resumed")]
     saved_here = any(e.get("event") == "saved" and e.get("id") == point_id for e in journal)
     if not saved_here and all(event["event"] == "resumed" for event in told):
         return None
-    name = run_name(run_dir)
-    path = history_path(run_dir, name, "loss")
-    entries = _canonical_loss(read_or_none(path) or b"", path, _journal_data(run_dir, name))
+    counting = history.index()
     was_resumed = False
     for event in reversed(told):
         at, logged, found = (event.get(key) for key in ("step", "logged", "found"))
         if event["event"] == "resumed":
             was_resumed = True
         elif type(at) is int and type(logged) is int and type(found) is int and at <= step:
-            left = [entry[0] for entry in entries if entry[0] <= at]
+            left, _ = counting.columns_up_to(at)
             if len(left) < logged or (found >= logged and not was_resumed):
                 return LossGap(at, logged, len(left), left[-1] if left else None)
     if not saved_here:
         return None
-    return find_gap(step, mark, mark_of(entry for entry in entries if entry[0] <= step))
+    return find_gap(step, mark, mark_of_columns(*counting.columns_up_to(step)))
 
 
 def read_metrics(run_dir: _Path) -> list[dict[str, Any]]:

@@ -6,20 +6,17 @@ A name in an address is looked up among these runs; it never becomes part of a p
 from __future__ import annotations
 
 import hashlib
-import math
 import threading
 import time
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dist_ckpt import storage
 from dist_ckpt.errors import DistCkptError, ForeignFileError, NotFoundError
-from dist_ckpt.history import LossEntry, canonical, history_path
-from dist_ckpt.report._gather import later_of, now_of, story_of, void_losses
+from dist_ckpt.history import FollowedHistory, FollowedLosses, history_path
+from dist_ckpt.report._gather import later_of, now_of, story_of
 from dist_ckpt.report._page import json_text
 from dist_ckpt.runs import Run, Status, label_runs, open_run, read_status
 
@@ -30,34 +27,6 @@ _FRESH_SECS = 1.0
 #: A run that nobody trains is read again only when one of its files has changed; or after so long,
 #: for what no stamp tells: the room on the disk, a file that is missing from a generation.
 _STILL_SECS = 300.0
-
-
-class Losses:
-    """A loss file in memory: 16 bytes an entry, where as many tuples take a hundred.
-
-    Args:
-        entries: In the order of the file.
-        void: How many from its beginning don't count at all.
-    """
-
-    def __init__(self, entries: Sequence[LossEntry], void: int) -> None:
-        self._steps = array("q", [step for step, _ in entries])
-        self._losses = array("d", [math.nan if loss is None else loss for _, loss in entries])
-        self.void = void
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def entries(self, since: int = 0) -> list[LossEntry]:
-        """Return the entries from a place of the file on."""
-        pairs = zip(self._steps[since:], self._losses[since:], strict=True)
-        return [(step, None if math.isnan(loss) else loss) for step, loss in pairs]
-
-    @cached_property
-    def newest(self) -> tuple[int | None, float | None, int]:
-        """The last step and loss that count, and how many do."""
-        points = canonical(self.entries(self.void))
-        return *(points[-1] if points else (None, None)), len(points)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +46,7 @@ class View:
     story: dict[str, Any]
     token: str
     file: str
-    losses: Losses
+    losses: FollowedLosses
     is_still: bool
 
 
@@ -93,6 +62,8 @@ class Watched:
         self._stamps: tuple[object, ...] = ()
         self._state: object = None
         self._all_read_at = 0.0
+        self._history: FollowedHistory | None = None
+        self._history_from = 0.0
 
     def view(self) -> View:
         """Return what the run looks like, at most a second ago.
@@ -116,8 +87,12 @@ class Watched:
         is_new = began - self._all_read_at < _STILL_SECS
         if before is not None and before.is_still and stamps == self._stamps and is_new:
             return replace(before, now=later_of(before.now))
-        journal = run.journal()
-        status = read_status(run)
+        if self._history is None or began - self._history_from >= _STILL_SECS:
+            # What was changed in the middle of a file, too, is seen then.
+            self._history, self._history_from = FollowedHistory(run.store.run_dir), began
+        history = self._history
+        status = read_status(run, history)
+        journal = history.journal()
         now = now_of(status, journal)
         state = now["state"]
         if before is None or stamps[:-1] != self._stamps[:-1] or state != self._state:
@@ -130,11 +105,13 @@ class Watched:
             story=story,
             token=token,
             file=loss[0],
-            losses=Losses(run.loss_raw(), void_losses(journal)),
+            losses=history.losses(),
             is_still=_is_still(status),
         )
         # Last: where a file couldn't be read, the next look tells all of it.
         self._stamps, self._state, self._all_read_at = stamps, state, began
+        if view.is_still:
+            self._history = None  # it may be looked at for weeks
         return view
 
     def _stamp(self, what: str) -> tuple[str, int, int]:

@@ -15,7 +15,7 @@ from typing import Any
 from dist_ckpt import __version__, storage
 from dist_ckpt.errors import CorruptFileError, DistCkptError, NotFoundError
 from dist_ckpt.generations import VANISHED_ADVICE
-from dist_ckpt.history import LossEntry, read_samples
+from dist_ckpt.history import FollowedHistory, LossEntry, read_samples
 from dist_ckpt.report._story import attempts_of, last_until, marks_of, replays_of
 from dist_ckpt.runs import Run, Status, list_rows, read_status
 from dist_ckpt.wording import counted
@@ -28,7 +28,6 @@ __all__ = [
     "now_of",
     "sample_loss",
     "story_of",
-    "void_losses",
 ]
 
 SCHEMA = "dist_ckpt.report/1"
@@ -64,13 +63,14 @@ def gather(run: Run) -> Gathered:
         CorruptFileError: Its loss file is something else.
         StorageError: The file system refused.
     """
-    status = read_status(run)
-    journal = run.journal()
+    history = FollowedHistory(run.store.run_dir)
+    status = read_status(run, history)
+    journal, losses = history.journal(), history.losses()
     return Gathered(
         now=now_of(status, journal),
         story=story_of(run, status, journal),
-        entries=run.loss_raw(),
-        void=void_losses(journal),
+        entries=losses.entries(),
+        void=losses.void,
     )
 
 
@@ -216,13 +216,3 @@ def _is_deep(value: Any) -> bool:
             return False
         level = [x for one in nested for x in (one.values() if isinstance(one, dict) else one)]
     return True
-
-
-def void_losses(journal: Iterable[Mapping[str, Any]]) -> int:
-    """Return how many entries a rewind to before the first of them has voided."""
-    void = 0
-    for event in journal:
-        count = event.get("void_losses")
-        if event.get("event") == "history_cut" and type(count) is int and count >= 0:
-            void = count
-    return void

@@ -12,7 +12,7 @@ from dist_ckpt import storage
 from dist_ckpt.canonical import bin_size
 from dist_ckpt.errors import CorruptFileError, DistCkptError
 from dist_ckpt.generations import StoredGenerations, tell_vanished
-from dist_ckpt.history import LossGap, history_path, read_gap, run_name
+from dist_ckpt.history import FollowedHistory, LossGap, history_path, read_gap, run_name
 from dist_ckpt.resume_point import INDEX_NAME, ResumePoint
 from dist_ckpt.runs._health import Failing, Status
 from dist_ckpt.runs._liveness import Evidence, Liveness, look_alive
@@ -27,10 +27,14 @@ _MARKS = ("saved", "resumed", "fresh_start", "already_saved")
 _Mark = tuple[float, int]
 
 
-def read_status(run: Run) -> Status:
+def read_status(run: Run, history: FollowedHistory | None = None) -> Status:
     """Return how the run is doing now.
 
     Times of change say how long ago something happened; they never order anything.
+
+    Args:
+        run: The run.
+        history: Its history, where the caller looks at it again and again.
 
     Raises:
         CorruptFileError: Its loss file is something else.
@@ -38,11 +42,12 @@ def read_status(run: Run) -> Status:
     """
     now = time.time()
     store = run.store
-    journal = run.journal()
+    history = history or FollowedHistory(store.run_dir)
+    journal = history.journal()
     liveness = look_alive(store.run_dir, journal)
     marks = _newest_marks(journal)
     committed, damaged = _newest(store)
-    logged = _last_logged(run, marks, committed)
+    logged = _last_logged(run, history, marks, committed)
     if logged is not None and marks and logged[0] > marks[-1][0] and logged[1] > marks[-1][1]:
         marks = [*marks, logged]
     speed = _secs_per_step(marks)
@@ -67,7 +72,7 @@ def read_status(run: Run) -> Status:
         failing=_failing(journal),
         damaged=damaged,
         set_aside=_set_aside(store),
-        lost_losses=None if committed is None else _gap(store, committed, journal),
+        lost_losses=None if committed is None else _gap(history, committed),
         vanished=None if run.is_single else tell_vanished(store, journal),
         attempt_age_secs=_attempt_age_secs(journal, now),
     )
@@ -107,19 +112,20 @@ def _secs_per_step(marks: Sequence[_Mark]) -> float | None:
     return rates[len(rates) // 2] if rates else None
 
 
-def _last_logged(run: Run, marks: Sequence[_Mark], committed: ResumePoint | None) -> _Mark | None:
+def _last_logged(
+    run: Run, history: FollowedHistory, marks: Sequence[_Mark], committed: ResumePoint | None
+) -> _Mark | None:
     """Return when the last step was logged and which; from the checkpoints where no losses are.
 
     A loss file may have been changed later by others: `rewind`, `undelete`, a copy. Where it ends
     with the newest generation, that tells the time: the training itself has written it there.
     """
-    entries = run.loss()
-    if entries and committed is not None and entries[-1][0] == committed.step:
+    step = history.index().last_step
+    if step is not None and committed is not None and step == committed.step:
         return committed.time, committed.step
-    if entries:
+    if step is not None:
         name = run_name(run.store.run_dir)
         status = storage.lstat(history_path(run.store.run_dir, name, "loss"))
-        step = entries[-1][0]
         if not marks or step >= marks[-1][1]:
             return status.st_mtime, step
     return marks[-1] if marks else None
@@ -173,13 +179,11 @@ def missing_losses(run: Run) -> LossGap | None:
         StorageError: The file system refused.
     """
     committed, _ = _newest(run.store)
-    return None if committed is None else _gap(run.store, committed, run.journal())
+    return None if committed is None else _gap(FollowedHistory(run.store.run_dir), committed)
 
 
-def _gap(
-    store: StoredGenerations, point: ResumePoint, journal: Sequence[Mapping[str, Any]]
-) -> LossGap | None:
-    return read_gap(store.run_dir, point.id, point.step, point.notes.get("history"), journal)
+def _gap(history: FollowedHistory, point: ResumePoint) -> LossGap | None:
+    return read_gap(history, point.id, point.step, point.notes.get("history"))
 
 
 def _set_aside(store: StoredGenerations) -> tuple[str, ...]:

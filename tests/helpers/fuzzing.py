@@ -31,8 +31,9 @@ from dist_ckpt.canonical import parse_state
 from dist_ckpt.errors import DistCkptError
 from dist_ckpt.generations._pins import parse_pins
 from dist_ckpt.history import canonical, parse_loss, parse_settings, replay_summary
-from dist_ckpt.history._gap import find_gap, mark_of
+from dist_ckpt.history._gap import find_gap, mark_of_columns
 from dist_ckpt.history._journal import parse_journal
+from dist_ckpt.history._loss_format import parse_appended, scan_loss
 from dist_ckpt.history._marks import nonfinite_kinds, void_counts
 from dist_ckpt.history._metrics import parse_metrics
 from dist_ckpt.history._samples import canonical_samples, parse_samples
@@ -92,7 +93,12 @@ def _loss(data: bytes) -> None:
     entries = parse_loss(data, path="x", torn_ok=True)
     steps = [step for step, _ in canonical(entries)]
     assert steps == sorted(set(steps))
-    find_gap(1, {"losses": 3}, mark_of(entries))
+    columns, losses, scan = scan_loss(data, path="x")
+    find_gap(1, {"losses": 3}, mark_of_columns(columns[:], losses[:]))
+    if scan.whole:  # what a look behind any of its entries takes for appended is what was
+        place = data.rfind(b",\n", 0, scan.end)
+        appended = parse_appended(data[place:]) if place >= 0 else None
+        assert appended is None or list(appended[0]) == list(columns[-len(appended[0]) :])
 
 
 def _journal(data: bytes) -> None:

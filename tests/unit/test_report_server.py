@@ -22,11 +22,10 @@ from urllib.parse import quote
 import pytest
 
 from dist_ckpt.errors import DistCkptError, UsageError
-from dist_ckpt.history import History, LossEntry
+from dist_ckpt.history import FollowedHistory, FollowedLosses, History
 from dist_ckpt.report import Server, _catalog, _gather, _server
 from dist_ckpt.report._catalog import Catalog
 from dist_ckpt.report._page import json_text
-from dist_ckpt.runs import Run
 from dist_ckpt.storage import RunLock
 from helpers.reporting import hostile_run, serving, write_run
 from helpers.run_dirs import call, ended_run, killed_run, snapshot_of
@@ -144,16 +143,14 @@ def test_an_event_that_comes_while_the_journal_is_read_is_told_at_the_next_look(
     run_dir = write_run(tmp_path / "run", losses=[(1, 1.0)])
     watched = Catalog([run_dir]).get("run")
     late = [json.dumps({"time": 2.0, "attempt": 1, "event": "save_failed", "step": 1})]
-    read = Run.journal
 
-    def journal(run: Run) -> list[dict[str, Any]]:
-        events = read(run)
+    def story_of(*args: Any) -> dict[str, Any]:
         if late:
             with (run_dir / "run.journal.jsonl").open("a") as file:
                 file.write(f"{late.pop()}\n")
-        return events
+        return _gather.story_of(*args)
 
-    monkeypatch.setattr(Run, "journal", journal)
+    monkeypatch.setattr(_catalog, "story_of", story_of)
     monkeypatch.setattr(_catalog, "_FRESH_SECS", 0.0)
     assert watched.view().story["marks"] == []
     assert not late, "it came after the journal was read"
@@ -188,14 +185,14 @@ def test_a_run_that_nobody_trains_is_read_again_only_when_a_file_changes(
     run_dir = ended_run(tmp_path)
     watched = Catalog([run_dir]).get("small")
     monkeypatch.setattr(_catalog, "_FRESH_SECS", 0.0)
-    reads: list[Run] = []
-    read = Run.loss_raw
+    reads: list[FollowedHistory] = []
+    read = FollowedHistory.losses
 
-    def loss_raw(run: Run) -> list[LossEntry]:
-        reads.append(run)
-        return read(run)
+    def losses(history: FollowedHistory) -> FollowedLosses:
+        reads.append(history)
+        return read(history)
 
-    monkeypatch.setattr(Run, "loss_raw", loss_raw)
+    monkeypatch.setattr(FollowedHistory, "losses", losses)
     first, second = watched.view(), watched.view()
     assert (first.now["state"], len(reads)) == ("ended", 1)
     for age in ("last_step_age_secs", "committed_age_secs"):
