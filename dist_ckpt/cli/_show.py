@@ -165,8 +165,10 @@ def _tell_canonical(canonical: dict[str, Any]) -> str:
 
 def _tell_identity(identity: Any) -> list[str]:
     lines = []
-    for part in ("config", "data", "code", "versions"):
+    for part in ("structure", "config", "data", "code", "versions"):
         value = identity.get(part)
+        if part == "structure" and isinstance(value, dict):  # its tensors are a table of their own
+            value = {key: value[key] for key in ("digest", "ties") if key in value}
         if not isinstance(value, dict) or not value:
             lines.append(f"{part:<10} {plain('-' if value is None else json.dumps(value))}\n")
             continue

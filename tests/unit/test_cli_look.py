@@ -465,6 +465,30 @@ def test_show_tells_all_of_a_resume_point(tmp_path: Path) -> None:
     text = call("show", f"{run_dir}@8").out
     for word in (point.id, "cadence", "rank_00000.shard", "lr: 0.01", "torch: ", "config"):
         assert word in text
+    structure = document["identity"]["structure"]
+    assert f"structure  digest: {structure['digest']}\n           ties: []\n" in text
+
+
+@pytest.mark.parametrize(
+    ("structure", "told"),
+    [
+        (
+            {"parameters": {"a": "float32[2]"}, "digest": "sha256:0", "ties": [["a", "b"]]},
+            'digest: sha256:0\n           ties: [["a", "b"]]\n',
+        ),
+        ({"digest": "sha256:0"}, "digest: sha256:0\n"),
+        (None, "-\n"),
+        ([1], "[1]\n"),
+    ],
+)
+def test_show_tells_of_any_structure_its_digest_and_ties(
+    tmp_path: Path, structure: Any, told: str
+) -> None:
+    run_dir = ended_run(tmp_path)
+    generation = open_run(run_dir).generation(8)
+    identity = {**generation.manifest.identity, "structure": structure}
+    write_manifest(generation.path, generation.manifest, identity=identity)
+    assert f"structure  {told}config" in call("show", f"{run_dir}@8").out
 
 
 def test_show_lists_tensors_with_their_places(tmp_path: Path) -> None:
