@@ -42,7 +42,7 @@ lint: $(STAMP)  ## ruff, mypy strict, the layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(STAMP)  ## dist_ckpt beside the machine's limits and other libraries (about 12 min; quicker: ARGS='--size 64MiB')
+bench: $(STAMP)  ## dist_ckpt beside the machine's limits and other libraries (about 15 min; quicker: ARGS='--size 64MiB')
 	$(BIN)/dist-ckpt bench $(ARGS)
 
 docs: $(STAMP)  ## the site, warnings as errors, into site/
