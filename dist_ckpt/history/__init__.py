@@ -51,7 +51,7 @@ from dist_ckpt.history._rejoin import (
     rejoin_history,
     write_past,
 )
-from dist_ckpt.history._replay import ReplayResult, replay_summary
+from dist_ckpt.history._replay import ReplayResult, replay_summary, replays_until
 from dist_ckpt.history._samples import Samples, canonical_samples, parse_samples
 from dist_ckpt.history._sidecars import (
     ABSENT,
@@ -118,6 +118,7 @@ __all__ = [
     "read_state",
     "rejoin_history",
     "replay_summary",
+    "replays_until",
     "run_name",
     "strict_loads",
     "trace_lineage",

@@ -6,8 +6,10 @@ Rank 0 has a `History`, all others a `NullHistory` of the same shape (`_null`).
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
     from typing import Self
 
 __all__ = ["History"]
+
+#: On a network file system the time of a file is a request to the server.
+_TOUCH_SECS = 1.0
 
 
 class History:
@@ -66,6 +71,7 @@ class History:
         self._comparable = True
         self._explain: Callable[[], str | None] = lambda: None
         self._logged_metrics: set[int] = set()
+        self._touched = -math.inf
         self._sync_lock = threading.Lock()
         self._closed = False
         self.replay: ReplayResult | None = None
@@ -128,6 +134,11 @@ class History:
             data = read_or_none(file.path) or b""
             file.doubt(end_of_step(data, self._resumed_step, at_most=at_most))
 
+    def replays_until(self, step: int) -> int | None:
+        """Return the last step that is logged behind ``step`` and counts, None where none is."""
+        last = self.loss.last_step
+        return last if last is not None and last > step else None
+
     def mark(self, step: int) -> dict[str, Any] | None:
         """Return what a resume point of ``step`` notes of the losses up to it. Main thread."""
         return self.loss.mark(step)
@@ -155,8 +166,9 @@ class History:
     def record(self, step: int, loss: float | None, metrics: Mapping[str, Any]) -> None:
         """Log one step: its loss in the loss file, the rest in the metrics. O(1), not durable.
 
-        A replayed step whose loss is bit-equal to the logged one is counted, not written again.
-        The first that differs is journalled, and written, as all after it.
+        A replayed step whose loss is bit-equal to the logged one is counted, not written again;
+        the loss file's time is renewed, by which others see that training goes on. The first that
+        differs is journalled, and written, as all after it.
 
         Args:
             step: The finished update; rising from call to call.
@@ -167,8 +179,11 @@ class History:
             UsageError: A metric has a name that each line needs for itself.
             StorageError: The file system refused.
         """
-        if loss is not None and not self._is_replayed(step, float(loss)):
-            self._log_loss(step, float(loss))
+        if loss is not None:
+            if self._is_replayed(step, float(loss)):
+                self._touch()
+            else:
+                self._log_loss(step, float(loss))
         if metrics and step not in self._logged_metrics:
             self.metrics.append(step, metrics)
 
@@ -263,6 +278,12 @@ class History:
         if kind is not None:
             # Not synced on its own: training that has gone to NaN says so at every step.
             self.journal.append(LOSS_NOT_FINITE, step=step, sync=False, kind=kind)
+
+    def _touch(self) -> None:
+        now = time.monotonic()
+        if now - self._touched >= _TOUCH_SECS:
+            self._touched = now
+            self.loss.file.touch()
 
     def _is_replayed(self, step: int, loss: float) -> bool:
         window = self._window

@@ -26,6 +26,9 @@ class NullHistory:
     def begin(self, resumed_step: int | None, *, comparable: bool = True) -> None:
         """Do nothing."""
 
+    def replays_until(self, step: int) -> int | None:
+        """Return nothing."""
+
     def mark(self, step: int) -> dict[str, Any] | None:
         """Return nothing."""
 

@@ -7,15 +7,25 @@ When a run resumes, the steps between the resume point and the crash are compute
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from dist_ckpt.history._loss_format import LossEntry, loss_kind
+from dist_ckpt.history._marks import HISTORY_CUT
 
-__all__ = ["REPLAYED", "ReplayResult", "ReplayWindow", "replay_summary", "spell_loss"]
+__all__ = [
+    "REPLAYED",
+    "ReplayResult",
+    "ReplayWindow",
+    "replay_summary",
+    "replays_until",
+    "spell_loss",
+]
 
 REPLAYED: Final = "replayed"
+#: What an attempt begins with; each tells up to where it replays.
+_BEGINNINGS = ("resumed", "fresh_start", "imported")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,3 +156,14 @@ def replay_summary(journal: Iterable[Mapping[str, Any]]) -> list[ReplayResult]:
         for event in journal
         if event.get("event") == REPLAYED
     ]
+
+
+def replays_until(journal: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the last lost step that the newest attempt computes again; None: it has none left."""
+    for event in reversed(journal):
+        if event.get("event") in (REPLAYED, HISTORY_CUT):
+            return None
+        if event.get("event") in _BEGINNINGS:
+            until = event.get("replays_until")
+            return until if type(until) is int else None
+    return None

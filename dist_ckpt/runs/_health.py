@@ -37,7 +37,7 @@ class Status:
         liveness: Alive or not, by what evidence.
         attempt: Number of the newest attempt.
         last_step: The last step that the loss file or the journal tells of.
-        last_step_age_secs: How long ago it was logged.
+        last_step_age_secs: How long ago it was logged; in a replay, a lost step came out as logged.
         secs_per_step: The usual, over the last checkpoints of the newest attempt that tells.
         committed_step: The newest generation.
         committed_age_secs: How long ago it was committed.
@@ -51,6 +51,7 @@ class Status:
         lost_losses: What the loss file lacks of what was logged, None where nothing is missing.
         vanished: Says that generations which the journal tells of are gone; None: they aren't.
         attempt_age_secs: How long ago the newest attempt began.
+        replays_until: The last lost step that is being computed again, None where none is.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Status:
     lost_losses: LossGap | None = None
     vanished: str | None = None
     attempt_age_secs: float | None = None
+    replays_until: int | None = None
 
     @property
     def lost_secs(self) -> float | None:
@@ -107,7 +109,10 @@ class Status:
         if age is None:
             found.append("no step was logged yet")
         elif age > max_age_secs and (begun is None or begun > max_age_secs):
-            found.append(f"step {self.last_step} is {age:.1f} s old, more than {max_age_secs:g} s")
+            step = f"step {self.last_step}"
+            if self.replays_until is not None:
+                step = f"the last lost step (up to {self.replays_until}) that came out again"
+            found.append(f"{step} is {age:.1f} s old, more than {max_age_secs:g} s")
         return found
 
     def to_json(self) -> dict[str, Any]:
@@ -129,6 +134,7 @@ class Status:
             "world_size": facts.get("world_size"),
             "last_step": self.last_step,
             "last_step_age_secs": self.last_step_age_secs,
+            "replays_until": self.replays_until,
             "secs_per_step": self.secs_per_step,
             "committed_step": self.committed_step,
             "committed_age_secs": self.committed_age_secs,

@@ -12,7 +12,14 @@ from dist_ckpt import storage
 from dist_ckpt.canonical import bin_size
 from dist_ckpt.errors import CorruptFileError, DistCkptError
 from dist_ckpt.generations import StoredGenerations, tell_vanished
-from dist_ckpt.history import FollowedHistory, LossGap, history_path, read_gap, run_name
+from dist_ckpt.history import (
+    FollowedHistory,
+    LossGap,
+    history_path,
+    read_gap,
+    replays_until,
+    run_name,
+)
 from dist_ckpt.resume_point import INDEX_NAME, ResumePoint
 from dist_ckpt.runs._health import Failing, Status
 from dist_ckpt.runs._liveness import Evidence, Liveness, look_alive
@@ -48,7 +55,9 @@ def read_status(run: Run, history: FollowedHistory | None = None) -> Status:
     marks = _newest_marks(journal)
     committed, damaged = _newest(store)
     logged = _last_logged(run, history, marks, committed)
-    if logged is not None and marks and logged[0] > marks[-1][0] and logged[1] > marks[-1][1]:
+    replays = replays_until(journal)
+    # In a replay the time is that of a step before the last one: it tells no speed.
+    if logged and not replays and marks and logged[0] > marks[-1][0] and logged[1] > marks[-1][1]:
         marks = [*marks, logged]
     speed = _secs_per_step(marks)
     age = None if logged is None else max(0.0, now - logged[0])
@@ -58,7 +67,7 @@ def read_status(run: Run, history: FollowedHistory | None = None) -> Status:
     return Status(
         name=run.name,
         path=str(run.path),
-        liveness=_with_age(liveness, last_step, age, speed),
+        liveness=_with_age(liveness, last_step, age, speed, replays),
         attempt=_attempt(liveness.facts, journal),
         last_step=last_step,
         last_step_age_secs=age,
@@ -75,6 +84,7 @@ def read_status(run: Run, history: FollowedHistory | None = None) -> Status:
         lost_losses=None if committed is None else _gap(history, committed),
         vanished=None if run.is_single else tell_vanished(store, journal),
         attempt_age_secs=_attempt_age_secs(journal, now),
+        replays_until=replays,
     )
 
 
@@ -215,12 +225,17 @@ def _free_bytes(run_dir: Path) -> int | None:
 
 
 def _with_age(
-    liveness: Liveness, last_step: int | None, age: float | None, usual: float | None
+    liveness: Liveness,
+    last_step: int | None,
+    age: float | None,
+    usual: float | None,
+    replays: int | None,
 ) -> Liveness:
     """Add the last step's age: a held lock can't tell a run that hangs from one that trains."""
     if age is None:
         return liveness
-    text = f"step {last_step} was logged {age:.1f} s ago"
+    again = "" if replays is None else ", or one before it came out again as logged,"
+    text = f"step {last_step} was logged{again} {age:.1f} s ago"
     if usual is not None:
         text += f", usual is one every {usual:.3g} s"
     found = Evidence("last step", None, text)

@@ -21,6 +21,7 @@ def report_import(attempt: Attempt, imported: Imported, voice: Voice) -> None:
         num_params=imported.num_params,
         stateless=list(imported.stateless),
         notes=list(imported.notes),
+        replays_until=attempt.history.replays_until(imported.step),
     )
     voice.say(
         f"step {imported.step} imported from {imported.path}: "

@@ -61,7 +61,7 @@ def report_start(
         archive = attempt.pivot.archive
         voice.say(f"pivot at step {attempt.pivot.step}; samples and state of before: {archive}")
     if resumed is None:
-        journal("fresh_start", step=0)
+        journal("fresh_start", step=0, replays_until=attempt.history.replays_until(0))
         voice.say("starts at step 0")
         return True
     for fault in resumed.skipped:
@@ -90,6 +90,7 @@ def report_start(
         accepted=accepted,
         changed=changed,
         notes=list(resumed.notes),
+        replays_until=attempt.history.replays_until(resumed.step),
     )
     voice.say(f"resumed from step {resumed.step}")
     for note in resumed.notes:

@@ -121,6 +121,10 @@ class Ops:
         """Set the permission bits of an open file."""
         os.fchmod(fd, mode)
 
+    def utime(self, fd: int) -> None:
+        """Have an open file be changed now, as far as its times tell."""
+        os.utime(fd)
+
     def flock(self, fd: int, operation: int) -> None:
         """Apply an advisory lock of the whole file; BlockingIOError where LOCK_NB would wait."""
         fcntl.flock(fd, operation)

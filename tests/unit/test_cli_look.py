@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from dist_ckpt.history import History
 from dist_ckpt.runs import _listing, list_rows, open_run
 from dist_ckpt.storage import RunLock
 from helpers.generating import change_byte
@@ -27,7 +28,7 @@ from helpers.run_dirs import (
     snapshot_of,
     write_manifest,
 )
-from helpers.trainers import Job
+from helpers.trainers import Job, train
 
 
 def change_facts(run_dir: Path, **changes: Any) -> None:
@@ -430,6 +431,49 @@ def test_a_new_attempt_has_the_whole_age_for_its_first_step(tmp_path: Path) -> N
         assert "step 14 is " in hanging.json["ailments"][0]
     finally:
         lock.release()
+
+
+def test_lost_steps_that_are_computed_again_are_signs_of_life_and_tell_no_speed(
+    tmp_path: Path,
+) -> None:
+    run_dir = killed_run(tmp_path)
+    losses = dict(open_run(run_dir).loss())
+    lock = RunLock(run_dir / "run.lock")
+    lock.acquire({"pid": 1, "host": "container"})
+    try:
+        with (run_dir / "small.journal.jsonl").open("a", encoding="utf-8") as journal:
+            for event in (  # long ago
+                {"time": 1.0, "event": "attempt_started", "step": None},
+                {"time": 2.0, "event": "resumed", "step": 12, "replays_until": 14},
+                {"time": 4.5, "event": "saved", "step": 13},
+            ):
+                journal.write(f"{json.dumps({**event, 'attempt': 3})}\n")
+        with History(run_dir, "small", 3) as history:
+            history.begin(12)
+            os.utime(run_dir / "small.loss.json", (1.0, 1.0))
+            hung = call("status", run_dir, "--json", "--max-age", "60")
+            assert (hung.status, hung.json["replays_until"]) == (1, 14)
+            (ailment,) = hung.json["ailments"]
+            assert ailment.startswith("the last lost step (up to 14) that came out again is ")
+            history.record(13, losses[13], {})
+            found = call("status", run_dir, "--json", "--max-age", "60")
+        assert (found.status, found.json["ailments"]) == (0, [])
+        assert (found.json["last_step"], found.json["lost_steps"]) == (14, 2)
+        assert found.json["last_step_age_secs"] < 60
+        assert found.json["secs_per_step"] == 2.5
+        told = evidence(found.json, "last step")["text"]
+        assert told.startswith("step 14 was logged, or one before it came out again as logged, 0.")
+    finally:
+        lock.release()
+
+
+def test_a_start_tells_up_to_where_it_replays(tmp_path: Path) -> None:
+    run_dir = killed_run(tmp_path)
+    train(options_of(run_dir, until=14))
+    journal = open_run(run_dir).journal()
+    begun = [event for event in journal if event["event"] in ("fresh_start", "resumed")]
+    assert [event["replays_until"] for event in begun] == [None, None, 14]
+    assert call("status", run_dir, "--json").json["replays_until"] is None  # it is over
 
 
 @pytest.mark.parametrize("age", ["-1", "nan"])

@@ -29,8 +29,10 @@ from dist_ckpt.history import (
     read_metrics,
     read_samples,
     replay_summary,
+    replays_until,
     run_name,
 )
+from helpers.faulty_ops import Fault, FaultyOps
 
 
 @pytest.fixture
@@ -107,6 +109,45 @@ def test_a_replay_that_agrees_is_counted_and_not_written_again(run_dir: Path) ->
     assert result == history.replay
     assert result.all_agreed
     assert result.complete
+
+
+def test_a_replayed_step_renews_the_time_of_the_loss_file_once_a_second(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(run_dir, 1, resumed=None, until=9)
+    loss = run_dir / "andrea.loss.json"
+    os.utime(loss, (1.0, 1.0))
+    before = loss_bytes(run_dir)
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    with History(run_dir, "andrea", 2) as history:
+        os.utime(loss, (1.0, 1.0))
+        history.begin(5)
+        ops = FaultyOps(Fault("utime", nth=2, error="EPERM"))
+        with storage.use_ops(ops):
+            for step in (6, 7):
+                history.record(step, loss_of(step), {})
+            assert loss.stat().st_mtime > 1.0
+            assert len(ops.of("utime", "andrea.loss.json")) == 1
+            clock[0] += 1.0
+            history.record(8, loss_of(8), {})  # no error of it gets through
+            assert (len(ops.of("utime")), ops.struck) == (2, 1)
+            clock[0] += 1.0
+            history.record(9, 0.5, {})  # differs: it is written, which has a time of its own
+            assert len(ops.of("utime")) == 2
+    assert loss_bytes(run_dir).startswith(before[:-1])
+    assert history.replay is not None
+    assert history.replay.agreed == 3
+
+
+def test_the_journal_tells_up_to_where_lost_steps_are_computed_again() -> None:
+    begun = {"event": "resumed", "step": 5, "replays_until": 8}
+    assert replays_until([]) is None
+    assert replays_until([begun, {"event": "saved", "step": 6}]) == 8
+    assert replays_until([{"event": "fresh_start", "replays_until": 3}]) == 3
+    for over in ("replayed", "history_cut", "resumed"):
+        assert replays_until([begun, {"event": over, "step": 8}]) is None
+    assert replays_until([{**begun, "replays_until": [8]}]) is None
 
 
 @pytest.mark.parametrize("first", [6, 7, 8])

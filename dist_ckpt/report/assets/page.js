@@ -32,7 +32,8 @@
 
   function lastStep() {
     const usual = now.secs_per_step ? `, usual is one every ${duration(now.secs_per_step)}` : "";
-    return `step ${whole(now.last_step)} was logged ${ago(now.last_step_age_secs + since())}${usual}`;
+    const again = now.replays_until ? ", or one before it came out again as logged," : "";
+    return `step ${whole(now.last_step)} was logged${again} ${ago(now.last_step_age_secs + since())}${usual}`;
   }
 
   function risk() {
