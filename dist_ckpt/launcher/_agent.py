@@ -108,11 +108,8 @@ def _run_torchrun(argv: list[str], directory: Path, progress: _Progress) -> int:
     except (RendezvousError, DistError) as error:
         if os.environ.get("DIST_CKPT_DEBUG"):
             raise
-        say(
-            f"the nodes of this job didn't meet ({_why_unmet(error)}). Start the launcher on each "
-            "of them, with the same --nnodes, --rdzv-endpoint and --rdzv-id, and this one again."
-        )
-        return UNMET_STATUS
+        progress.stopping |= stop_requested(directory)
+        return _say_apart(_why_unmet(error), progress)
     except (ValueError, AssertionError) as error:
         if progress.started or os.environ.get("DIST_CKPT_DEBUG"):
             raise
@@ -149,6 +146,28 @@ def _why_unmet(error: Exception) -> str:
     name = type(cause).__name__
     text = str(cause).strip() or _WORDLESS.get(name, name)
     return text.splitlines()[0].rstrip(".")
+
+
+def _say_apart(why: str, progress: _Progress) -> int:
+    """Say why the nodes don't train together, and return the agent's status."""
+    if progress.stopping:  # the first one to end may have been the one with the store
+        return 1
+    if "server socket has failed" in why:
+        is_taken = "EADDRINUSE" in why
+        what = "the rendezvous' port is in use" if is_taken else "no rendezvous can be hosted"
+        say(
+            f"{what} here ({why}). Choose another port (--master-port, or the one in "
+            "--rdzv-endpoint), or end what has this one."
+        )
+        return 2
+    if progress.started:
+        say(f"the nodes of this job lost each other ({why}).")
+        return 1
+    say(
+        f"the nodes of this job didn't meet ({why}). Start the launcher on each of them, with the "
+        "same --nnodes, --rdzv-endpoint and --rdzv-id, and this one again."
+    )
+    return UNMET_STATUS
 
 
 def _usage_error(message: str) -> NoReturn:

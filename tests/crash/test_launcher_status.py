@@ -5,15 +5,23 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistNetworkError
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
 
+from dist_ckpt.announce import Announcement, request_stop, write_json
 from dist_ckpt.launcher import _agent, launch, main
 from dist_ckpt.launcher._agent import _Progress, _use_our_agent
 from dist_ckpt.launcher._agent import _reason as reason
@@ -138,20 +146,61 @@ def test_a_node_that_meets_nobody_says_so_in_one_line_and_has_a_status_of_its_ow
 def test_why_nodes_did_not_meet_is_told_in_words(
     error: Exception,
     said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    fail: Callable[[Exception, _Progress], int],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def meet(_options: object) -> None:
-        raise error
-
-    monkeypatch.setattr(_agent, "_use_our_agent", lambda *_: None)
-    monkeypatch.setattr("torch.distributed.run.run", meet)
-    monkeypatch.setattr("torch.distributed.elastic.multiprocessing.errors.record", lambda run: run)
-    assert _agent._run_torchrun(["--nnodes=2", "x.py"], tmp_path, _Progress()) == UNMET_STATUS
+    assert fail(error, _Progress()) == UNMET_STATUS
     told = capsys.readouterr().err
     assert said in told
     assert told.count("\n") == 1
+
+
+@pytest.fixture
+def fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Exception, _Progress], int]:
+    """Have torchrun end with an error, and return the agent's status."""
+
+    def run(error: Exception, progress: _Progress) -> int:
+        def meet(_options: object) -> None:
+            raise error
+
+        monkeypatch.setattr("torch.distributed.run.run", meet)
+        return _agent._run_torchrun(["--nnodes=2", "x.py"], tmp_path, progress)
+
+    monkeypatch.setattr(_agent, "_use_our_agent", lambda *_: None)
+    monkeypatch.setattr("torch.distributed.elastic.multiprocessing.errors.record", lambda run: run)
+    return run
+
+
+def test_nodes_that_lost_each_other_had_met_and_at_a_stop_it_is_no_news(
+    fail: Callable[[Exception, _Progress], int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error = RendezvousConnectionError("the store is gone")
+    assert fail(error, _Progress(started=True)) == 1
+    assert capsys.readouterr().err.endswith("lost each other (the store is gone).\n")
+    assert fail(error, _Progress(started=True, stopping=True)) == 1
+    request_stop(tmp_path)  # not seen before the store went
+    assert fail(error, _Progress()) == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_a_port_that_is_in_use_is_told_as_such_and_no_matter_of_other_nodes(
+    fail: Callable[[Exception, _Progress], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(DistNetworkError) as found:
+            TCPStore("127.0.0.1", port, is_master=True)
+    wrapped = RendezvousConnectionError("See inner exception for details.")
+    wrapped.__cause__ = found.value
+    for error in (found.value, wrapped):  # as the static rendezvous raises it, and as c10d does
+        assert fail(error, _Progress()) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("dist-ckpt run: the rendezvous' port is in use here (The ")
+        assert f"port: {port}" in told
+        assert "Choose another port (--master-port" in told
+        assert told.count("\n") == 1
 
 
 def test_nodes_that_do_not_meet_again_count_for_more_than_how_the_workers_ended(
@@ -161,6 +210,17 @@ def test_nodes_that_do_not_meet_again_count_for_more_than_how_the_workers_ended(
     assert exit_status(tmp_path, 1, stopping=False) == 1
     assert exit_status(tmp_path, UNMET_STATUS, stopping=False) == UNMET_STATUS
     assert exit_status(tmp_path, UNMET_STATUS, stopping=True) == 1
+
+
+def test_a_stop_by_way_of_another_node_counts_for_more_than_nodes_that_did_not_meet(
+    tmp_path: Path,
+) -> None:
+    for rank in (0, 1):
+        record = Announcement(rank, 4711 + rank, 1, 0, 2, ready=False, stopped=True)
+        write_json(tmp_path / f"rank_{rank}.json", asdict(record))
+    for code in (75, 0):
+        (tmp_path / RESULT_NAME).write_text(f'{{"exit_codes": {{"0": {code}, "1": {code}}}}}')
+        assert exit_status(tmp_path, UNMET_STATUS, stopping=False) == code
 
 
 def test_a_job_without_ranks_is_refused_with_the_number(
