@@ -311,13 +311,17 @@ def test_the_probes_let_live_what_trains_and_what_can_not_save(path: Path, tmp_p
 
     for command in (start, live):
         assert ask(command, {"saves_failing": None}, 0) == 0
-        for state in ("running", "dead", "failed", "suspended"):
+        for state in ("running", "suspended", "unknown"):
             assert ask(command, {"saves_failing": None, "state": state}, 1) == 1
         assert ask(command, {}, 2) != 0
         assert ask(command, {"saves_failing": None, "state": "ended"}, 1) == 0
     # An earlier pod was drained: that this one hangs before it trains is to be seen.
     assert ask(start, {"saves_failing": None, "state": "stopped"}, 1) == 1
     assert ask(live, {"saves_failing": None, "state": "stopped"}, 1) == 0
+    # A rank has crashed: the launcher starts a new attempt, or waits for other pods with it.
+    for state in ("dead", "failed"):
+        assert ask(start, {"saves_failing": None, "state": state}, 1) == 1
+        assert ask(live, {"saves_failing": None, "state": state}, 1) == 0
     assert ask(live, {"saves_failing": {"num_failed": 2}}, 1) == 0
     for line in set(told.read_text().splitlines()):
         found = subprocess.run(
