@@ -35,6 +35,7 @@ _STATE_LIMIT_BYTES = 1 << 20
 #: The newest samples go into a page, as long as their texts together aren't longer than this.
 _SAMPLES_CHARS = 200_000
 _SAMPLE_CHARS = 20_000
+_AGES = ("last_step_age_secs", "committed_age_secs", "attempt_age_secs")
 _MAX_DAMAGED = 3
 _MAX_LEVELS = 100
 
@@ -95,7 +96,7 @@ def now_of(status: Status, journal: Iterable[Mapping[str, Any]]) -> dict[str, An
 def later_of(now: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `now_of` told, as it is by this time if nothing has happened since."""
     passed = max(0.0, time.time() - now["time"])
-    ages = {key: now[key] for key in ("last_step_age_secs", "committed_age_secs")}
+    ages = {key: now[key] for key in _AGES}
     aged = {key: None if age is None else age + passed for key, age in ages.items()}
     return {**now, **aged, "time": now["time"] + passed}
 

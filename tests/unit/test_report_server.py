@@ -195,7 +195,7 @@ def test_a_run_that_nobody_trains_is_read_again_only_when_a_file_changes(
     monkeypatch.setattr(FollowedHistory, "losses", losses)
     first, second = watched.view(), watched.view()
     assert (first.now["state"], len(reads)) == ("ended", 1)
-    for age in ("last_step_age_secs", "committed_age_secs"):
+    for age in ("last_step_age_secs", "committed_age_secs", "attempt_age_secs"):
         passed = second.now["time"] - first.now["time"]
         assert second.now[age] - first.now[age] == pytest.approx(passed, abs=1e-6)
     for name in ("run.json", "run.lock", "small.loss.json", "small.journal.jsonl"):
