@@ -213,8 +213,10 @@ class Staging:
             for owned, target in self._targets:
                 item = live[owned.key]
                 source = part_of(item.tensor, item.spec.boxes, owned.box)
-                # What no optimizer updates a forward may change: buffers, averaged encoders.
-                if overlap is not None and item.is_updated and source.is_cuda:
+                # What no optimizer updates a forward may change: buffers, averaged encoders. And of
+                # what was made in inference mode nobody could tell that something has.
+                may_wait = item.is_updated and source.is_cuda and not source.is_inference()
+                if overlap is not None and may_wait:
                     later.append((target, source))
                     keys.append(owned.key)
                 elif not is_plain(source, target):

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from dist_ckpt.capture import Captured
 from dist_ckpt.errors import JobError
 from dist_ckpt.layout import plan_layout
 from dist_ckpt.staging import CudaStreams, Overlap, RankValues, Staged, Staging, _arena, _staged
-from helpers.generating import SAVE_ID, adam_part, part_of
+from helpers.generating import SAVE_ID, Part, adam_part, part_of
 
 
 class LateStreams:
@@ -349,6 +350,34 @@ def test_weights_that_no_optimizer_updates_are_copied_at_the_boundary(
     assert staged.keys() == before.keys()
     for key, tensor in before.items():
         assert torch.equal(staged[key], tensor), key
+    staging.close()
+
+
+def test_what_was_made_in_inference_mode_is_copied_at_the_boundary(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    part = _staged.part_of
+    monkeypatch.setattr(_arena, "part_of", lambda *of: part(*of).as_subclass(OnDevice))
+    weight, optimizer, streams, overlap = parts()
+    with torch.inference_mode():
+        moment = torch.ones(3)
+    live = [replace(item, is_updated=True) for item in adam_part({"w": weight.detach()}).tensors]
+    held = Part(
+        [replace(item, tensor=moment) if "/exp_avg" in item.spec.key else item for item in live]
+    )
+    layout = plan_layout([[item.spec for item in held.tensors]])
+    staging = Staging(overlap)
+    values = RankValues(held.encode, held.shared, 0, 1, SAVE_ID)
+    assert isinstance(staging.stage(layout, held.tensors, values, may_overlap=True), Staged)
+    with torch.inference_mode():
+        moment.zero_()
+    step(weight, optimizer)
+    assert staging.settle()
+    assert streams.calls == ["copy 1", "hold 1"]  # the others' copy overlaps
+    staged = {owned.key: target for owned, target in staging._targets}
+    moments = [key for key in staged if "/exp_avg" in key]
+    assert len(moments) == 2
+    assert [staged[key].tolist() for key in moments] == [[1.0] * 3] * 2
     staging.close()
 
 
