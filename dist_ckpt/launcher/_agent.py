@@ -162,11 +162,12 @@ def _say_apart(why: str, progress: _Progress) -> int:
         return 2
     if progress.started:
         say(f"the nodes of this job lost each other ({why}).")
-        return 1
-    say(
-        f"the nodes of this job didn't meet ({why}). Start the launcher on each of them, with the "
-        "same --nnodes, --rdzv-endpoint and --rdzv-id, and this one again."
-    )
+    else:
+        say(
+            f"the nodes of this job didn't meet ({why}). Start the launcher on each of them, with "
+            "the same --nnodes, --rdzv-endpoint and --rdzv-id, and this one again."
+        )
+    # Of its own also where they had met: how the workers ended is what they did for a restart.
     return UNMET_STATUS
 
 

@@ -74,11 +74,12 @@ def exit_status(directory: Path, agent_status: int, *, stopping: bool) -> int:
         agent_status: As `os.waitstatus_to_exitcode` gives it: negative when killed.
         stopping: Whether the launcher passed a stop on.
     """
-    withdrawn = read_all_announcements(directory).values()
-    stopped = stopping or any(record.stopped for record in withdrawn)
-    if agent_status == 0 or (agent_status == UNMET_STATUS and not stopped):
+    # The workers' own are those of before a restart for which the nodes didn't meet again.
+    if agent_status == 0 or (agent_status == UNMET_STATUS and not stopping):
         return agent_status
     codes = _worker_codes(directory, stopping=stopping)
+    withdrawn = read_all_announcements(directory).values()
+    stopped = stopping or any(record.stopped for record in withdrawn)
     status = common_status(codes, stopped=stopped)
     if status is None:
         status = agent_status if agent_status > 0 else 128 - agent_status
