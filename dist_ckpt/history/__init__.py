@@ -27,7 +27,7 @@ from dist_ckpt.history._loss_format import (
     canonical,
     parse_loss,
 )
-from dist_ckpt.history._marks import HISTORY_CUT
+from dist_ckpt.history._marks import HISTORY_CUT, LOSS_NOT_FINITE
 from dist_ckpt.history._metrics import Metrics, check_metric_names, parse_metrics
 from dist_ckpt.history._null import NullHistory
 from dist_ckpt.history._own import OwnPoints
@@ -46,6 +46,8 @@ from dist_ckpt.history._readers import (
 from dist_ckpt.history._rejoin import (
     Past,
     bookmark_history,
+    carry_kinds,
+    encode_kinds,
     encode_past,
     read_past,
     rejoin_history,
@@ -69,6 +71,7 @@ __all__ = [
     "FORKED",
     "HISTORY_CUT",
     "LINEAGE_EVENTS",
+    "LOSS_NOT_FINITE",
     "MISSING",
     "UNREADABLE",
     "Branches",
@@ -93,9 +96,11 @@ __all__ = [
     "bookmark_history",
     "canonical",
     "canonical_samples",
+    "carry_kinds",
     "check_metric_names",
     "compare_branches",
     "encode_event",
+    "encode_kinds",
     "encode_past",
     "encode_settings",
     "encode_state",

@@ -274,6 +274,9 @@ class History:
 
     def _log_loss(self, step: int, loss: float) -> None:
         self.loss.append(step, loss)
+        self._tell_kind(step, loss)
+
+    def _tell_kind(self, step: int, loss: float) -> None:
         kind = loss_kind(loss)
         if kind is not None:
             # Not synced on its own: training that has gone to NaN says so at every step.
@@ -303,6 +306,8 @@ class History:
                 comparable=self._comparable,
                 likely_cause=self._cause(window),
             )
+        elif window.lacks_kind(step):
+            self._tell_kind(step, loss)  # a crash took that line
         if not agreed or step == window.last_step:
             self._finish_replay(complete=True)
         return agreed

@@ -23,6 +23,7 @@ __all__ = [
 HISTORY_CUT: Final = "history_cut"
 LOSS_NOT_FINITE: Final = "loss_not_finite"
 LOSSES_MISSING: Final = "losses_missing"
+_KINDS: Final = ("nan", "inf", "-inf")
 
 
 def void_counts(journal: bytes) -> tuple[int, int]:
@@ -39,19 +40,29 @@ def void_losses(journal: Iterable[Mapping[str, Any]]) -> int:
     return losses
 
 
-def nonfinite_kinds(journal: bytes) -> dict[int, str]:
-    """Return step → ``"nan"``, ``"inf"`` or ``"-inf"`` as last journalled."""
-    return {
-        event["step"]: str(event.get("kind"))
-        for event in _events(journal, LOSS_NOT_FINITE)
-        if type(event.get("step")) is int
-    }
+def nonfinite_kinds(journal: bytes, before: Mapping[str, Any] | None = None) -> dict[int, str]:
+    """Return step → ``"nan"``, ``"inf"`` or ``"-inf"`` as last journalled.
+
+    Args:
+        journal: The file's bytes.
+        before: An event of it; what is said behind it doesn't count.
+    """
+    kinds: dict[int, str] = {}
+    until = () if before is None or "event" not in before else (str(before["event"]),)
+    for event in _events(journal, LOSS_NOT_FINITE, *until):
+        if event == before:
+            break
+        named = event["event"] == LOSS_NOT_FINITE and event.get("kind") in _KINDS
+        if named and type(event.get("step")) is int:
+            kinds[event["step"]] = event["kind"]
+    return kinds
 
 
-def _events(journal: bytes, name: str) -> Iterable[dict[str, Any]]:
+def _events(journal: bytes, name: str, *others: str) -> Iterable[dict[str, Any]]:
     if name.encode() not in journal:
         return []
-    return [event for event in parse_journal(journal, naming=(name,)) if event.get("event") == name]
+    names = (name, *others)
+    return [event for event in parse_journal(journal, naming=names) if event.get("event") in names]
 
 
 def _last_counts(cuts: Iterable[Mapping[str, Any]]) -> tuple[int, int]:

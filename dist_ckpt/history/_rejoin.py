@@ -9,15 +9,21 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt.history._array_file import read_or_none
+from dist_ckpt.history._journal import encode_event
 from dist_ckpt.history._json_array import encode_array
 from dist_ckpt.history._lines_file import encode_line
 from dist_ckpt.history._loss_format import LossEntry, canonical, encode_entry, parse_loss
-from dist_ckpt.history._marks import HISTORY_CUT, void_counts
+from dist_ckpt.history._marks import (
+    HISTORY_CUT,
+    LOSS_NOT_FINITE,
+    nonfinite_kinds,
+    void_counts,
+)
 from dist_ckpt.history._metrics import parse_metrics
 from dist_ckpt.history._paths import FILES, history_path, run_name
 from dist_ckpt.history._samples import canonical_samples, parse_samples
@@ -25,6 +31,7 @@ from dist_ckpt.storage import write_durable
 
 if TYPE_CHECKING:
     from dist_ckpt.history._history import History
+    from dist_ckpt.history._journal import Journal
     from dist_ckpt.history._loss_file import LossFile
     from dist_ckpt.history._metrics import Metrics
     from dist_ckpt.history._samples import Samples
@@ -32,6 +39,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Past",
     "bookmark_history",
+    "carry_kinds",
+    "encode_kinds",
     "encode_past",
     "read_past",
     "rejoin_history",
@@ -41,11 +50,19 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What counted up to some step, rising in step."""
+    """What counted up to some step, rising in step.
+
+    Attributes:
+        loss: The entries of the loss file.
+        metrics: Each step's.
+        samples: The audit samples.
+        kinds: Step → what the loss was that is null in ``loss``, as far as the journal knew.
+    """
 
     loss: list[LossEntry]
     metrics: list[dict[str, Any]]
     samples: list[dict[str, Any]]
+    kinds: Mapping[int, str] = field(default_factory=dict)
 
 
 def read_past(
@@ -56,7 +73,7 @@ def read_past(
     Args:
         run_dir: The run's directory.
         step: Nothing later is returned.
-        mark: What `History.mark` returned once.
+        mark: What `bookmark_history` returned once, or the event with it.
 
     Raises:
         CorruptFileError: A file is something else.
@@ -64,8 +81,8 @@ def read_past(
     name = run_name(run_dir)
     paths = {what: history_path(run_dir, name, what) for what in ("loss", "metrics", "samples")}
     loss, metrics, samples = (read_or_none(path) for path in paths.values())
+    event, journal = mark, read_or_none(history_path(run_dir, name, "journal")) or b""
     if mark is None:
-        journal = read_or_none(history_path(run_dir, name, "journal")) or b""
         void_losses, void_samples = void_counts(journal)
         mark = {"void_losses": void_losses, "void_samples": void_samples}
     entries = parse_loss(loss or b"[]", path=paths["loss"], torn_ok=True)
@@ -73,10 +90,14 @@ def read_past(
     lines = parse_metrics((metrics or b"")[: mark.get("metrics_bytes")])
     counted = canonical(islice(entries, mark["void_losses"], mark.get("num_losses")))
     shown = canonical_samples(islice(items, mark["void_samples"], mark.get("num_samples")))
+    kept = [entry for entry in counted if entry[0] <= step]
+    null = {at for at, loss in kept if loss is None}
+    kinds = nonfinite_kinds(journal, event) if null else {}
     return Past(
-        loss=[entry for entry in counted if entry[0] <= step],
+        loss=kept,
         metrics=[line for line in lines if line["step"] <= step],
         samples=[sample for sample in shown if sample["step"] <= step],
+        kinds={at: kind for at, kind in kinds.items() if at in null},
     )
 
 
@@ -103,6 +124,7 @@ def rejoin_history(history: History, past: Past) -> None:
     _rejoin_metrics(history.metrics, past.metrics)
     void_samples = _rejoin_samples(history.samples, past.samples)
     history.sync()  # before the journal: what it counts has to be there
+    carry_kinds(history.journal, past)  # durable with the next event
     last = past.loss[-1][0] if past.loss else None
     history.journal.append("history_rejoined", step=last, added=added)
     if void_samples:
@@ -128,6 +150,31 @@ def encode_past(past: Past) -> dict[str, bytes]:
         "samples": encode_array(samples),
         "metrics": b"".join(encode_line(line) for line in past.metrics),
     }
+
+
+def carry_kinds(journal: Journal, past: Past) -> None:
+    """Have a journal say of what kind the null losses of ``past`` are; not durable yet.
+
+    The loss file can't, so it belongs wherever these losses are brought. What the journal says of
+    them already isn't said again; what it says of others of the same step, on another branch, was
+    the last word until now.
+    """
+    if not past.kinds:
+        return
+    told = nonfinite_kinds(read_or_none(journal.file.path) or b"")
+    for step, kind in past.kinds.items():
+        if told.get(step) != kind:
+            # Not synced on its own: training that has gone to NaN has one of every step.
+            journal.append(LOSS_NOT_FINITE, step=step, sync=False, kind=kind)
+
+
+def encode_kinds(past: Past, *, when: float) -> bytes:
+    """Return the lines that `carry_kinds` adds to a new journal, of attempt 0 and ``when``."""
+    lines = (
+        encode_event(LOSS_NOT_FINITE, step, {"kind": kind}, when=when, attempt=0)
+        for step, kind in past.kinds.items()
+    )
+    return b"".join(lines)
 
 
 def _rejoin_loss(file: LossFile, old: Sequence[LossEntry]) -> int:

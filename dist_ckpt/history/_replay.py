@@ -116,6 +116,10 @@ class ReplayWindow:
         self.first_difference = step
         return False
 
+    def lacks_kind(self, step: int) -> bool:
+        """Return whether the logged loss isn't finite and nothing tells what it was."""
+        return step not in self._kinds and self._losses.get(step, 0.0) is None
+
     def spelled(self, step: int) -> float | str | None:
         """Return the logged loss for the journal; None where none was logged."""
         loss = self._losses.get(step)

@@ -21,7 +21,9 @@ from dist_ckpt.generations import GenerationStore
 from dist_ckpt.history import (
     ABSENT,
     FORKED,
+    LOSS_NOT_FINITE,
     Journal,
+    carry_kinds,
     encode_state,
     history_path,
     read_journal,
@@ -168,8 +170,9 @@ def _found(target: Path, point: ResumePoint) -> Forked:
         UsageError: It isn't, so nothing may be put there.
     """
     with contextlib.suppress(DistCkptError, KeyError, ValueError):
-        (event,) = read_journal(target)
-        if event["event"] == FORKED and event["id"] == point.id:
+        event, *others = read_journal(target)
+        untouched = all(other["event"] == LOSS_NOT_FINITE for other in others)  # see `carry_kinds`
+        if untouched and event["event"] == FORKED and event["id"] == point.id:
             how, count, pivot = event["how"], event["num_losses"], event.get("pivot")
             return Forked(target, point.step, point.id, how, count, pivot, was_there=True)
     raise taken(target)
@@ -219,6 +222,7 @@ def _write_history(
         journal.append(
             FORKED,
             step=point.step,
+            sync=False,
             id=point.id,
             run=point.run if origin.run_dir is None else run_name(origin.run_dir),
             path=str(origin.run_dir or origin.store.path(point.step)),
@@ -226,6 +230,8 @@ def _write_history(
             num_losses=len(past.loss),
             **facts,
         )
+        carry_kinds(journal, past)
+        journal.sync()
     finally:
         journal.close()
     return len(past.loss)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from dist_ckpt import storage
-from dist_ckpt.errors import LockedError, NotFoundError, StorageError
+from dist_ckpt.errors import LockedError, StorageError
 from dist_ckpt.history import (
     History,
-    read_journal,
+    carry_kinds,
     read_policy,
     run_name,
     write_past,
@@ -79,10 +79,10 @@ def carry_history(origin: Origin, target: Path, name: str, *, facts: Mapping[str
         name: The new run's.
         facts: Of the journal's event ``resharded``.
     """
-    write_past(target, name, past_of(origin))
+    past = past_of(origin)
+    write_past(target, name, past)
     with History(target, name, 0) as history:
-        for event in _not_finite(origin):
-            history.journal.append(event["event"], step=event["step"], kind=event.get("kind"))
+        carry_kinds(history.journal, past)  # durable with the next event
         history.journal.append("resharded", step=origin.step, **facts)
 
 
@@ -116,13 +116,3 @@ def carry_policy(origin: Origin, target: Path, name: str, point: ResumePoint) ->
                 )
     if settings is not None:
         write_policy(target, name, dict(settings))
-
-
-def _not_finite(origin: Origin) -> Iterator[Mapping[str, Any]]:
-    """Yield what the journal says of the losses that are null in the loss file."""
-    if origin.run_dir is not None:
-        with suppress(NotFoundError):
-            for event in read_journal(origin.run_dir):
-                is_later = event["step"] is None or event["step"] > origin.step
-                if event["event"] == "loss_not_finite" and not is_later:
-                    yield event

@@ -13,7 +13,10 @@ from dist_ckpt.canonical import bin_name, bin_size, step_name
 from dist_ckpt.errors import DistCkptError, UsageError
 from dist_ckpt.export import canonical_pieces
 from dist_ckpt.history import (
+    LOSS_NOT_FINITE,
+    Past,
     encode_event,
+    encode_kinds,
     encode_past,
     encode_settings,
     history_path,
@@ -105,7 +108,7 @@ def list_contents(generation: Generation, origin: Origin, run: str, *, with_bin:
     past = past_of(origin)
     if origin.run_dir is not None:
         pivot = pivot_due(origin, point)
-        journal = _arrived(point, origin, len(past.loss), pivot)
+        journal = _arrived(point, origin, past, pivot)
         history = {**encode_past(past), "journal": journal}
         files += [
             content_of_bytes(history_path("", run, what), data) for what, data in history.items()
@@ -153,7 +156,7 @@ def resume_point_content(generation: Generation) -> Content:
     return content_of_bytes(name, data, mode=0o400)
 
 
-def _arrived(point: ResumePoint, origin: Origin, num_losses: int, pivot: Pivot | None) -> bytes:
+def _arrived(point: ResumePoint, origin: Origin, past: Past, pivot: Pivot | None) -> bytes:
     """Return the journal that the copy begins with; the same at each call.
 
     The run's own journal can't go on there: what it counts of the loss file, and what it says of
@@ -163,9 +166,10 @@ def _arrived(point: ResumePoint, origin: Origin, num_losses: int, pivot: Pivot |
         "id": point.id,
         "run": point.run,
         "path": str(origin.run_dir),
-        "num_losses": num_losses,
+        "num_losses": len(past.loss),
     }
     arrived = encode_event(ARRIVED, point.step, facts, when=point.time, attempt=0)
+    arrived += encode_kinds(past, when=point.time)
     if pivot is None:
         return arrived
     told: dict[str, Any] = {
@@ -181,6 +185,8 @@ def _arrived(point: ResumePoint, origin: Origin, num_losses: int, pivot: Pivot |
 
 def is_shipped_event(event: Mapping[str, Any]) -> bool:
     """Return whether an event of the copy's journal came with the shipment, see `_arrived`."""
+    if event.get("event") == LOSS_NOT_FINITE:
+        return event.get("attempt") == 0  # of training that went on there it is of a later one
     return event.get("event") == ARRIVED or event.get("by") == _BY
 
 
