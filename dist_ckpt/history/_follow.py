@@ -62,15 +62,18 @@ class FollowedHistory:
 
     Raises:
         NotFoundError: No such directory.
+
+    Attributes:
+        loss_path: The loss file's.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
         name = run_name(run_dir)
-        self._path = history_path(run_dir, name, "loss")
+        self.loss_path = history_path(run_dir, name, "loss")
         self._journal = GrowingFile(history_path(run_dir, name, "journal"))
         self._events: list[dict[str, Any]] = []
         self._num_lines = 0
-        self._loss = GrowingFile(self._path)
+        self._loss = GrowingFile(self.loss_path)
         self._steps, self._losses = array("q"), array("d")
         self._void: int | None = 0  # None: not told yet of these entries
         self._index = CanonicalIndex(array("q"), array("d"))
@@ -117,7 +120,7 @@ class FollowedHistory:
         return self._index
 
     def _read_all(self, data: bytes) -> None:
-        self._steps, self._losses, scan = scan_loss(data, path=self._path)
+        self._steps, self._losses, scan = scan_loss(data, path=self.loss_path)
         self._void = None
         if scan.whole:  # else an append is under way, or was torn: the next look reads all again
             self._loss.settle(data, scan.end)

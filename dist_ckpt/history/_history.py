@@ -46,8 +46,9 @@ class History:
     """The losses, metrics, samples and events of a run under way. Rank 0 only.
 
     Everything but `sync`, and the journal, belongs to the main thread; both may be used on
-    another meanwhile, and neither makes `record` wait for the disk. Losses may come a boundary
-    late, but in the order of steps.
+    another meanwhile, and neither makes `record` wait for the disk (in a replay it asks the file
+    system once a second to renew a time). Losses may come a boundary late, but in the order of
+    steps.
 
     Args:
         run_dir: The run's directory; it exists.

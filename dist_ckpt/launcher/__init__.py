@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     Returns:
         0 when the workers ended with 0, also after a stop; the status that all workers ended with,
         where they agree on another; 130 after a second SIGINT; 2 for a wrong command line; 69
-        where the nodes didn't meet and nothing was stopped; else torchrun's status.
+        where the nodes didn't meet, or lost each other, and nothing was stopped; else torchrun's.
     """
     try:
         options = parse_options(argv)

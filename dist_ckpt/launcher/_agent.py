@@ -152,7 +152,7 @@ def _say_apart(why: str, progress: _Progress) -> int:
     """Say why the nodes don't train together, and return the agent's status."""
     if progress.stopping:  # the first one to end may have been the one with the store
         return 1
-    if "server socket has failed" in why:
+    if "server socket has failed" in why and not progress.started:
         is_taken = "EADDRINUSE" in why
         what = "the rendezvous' port is in use" if is_taken else "no rendezvous can be hosted"
         say(

@@ -15,7 +15,7 @@ from typing import Any
 from dist_ckpt import __version__, storage
 from dist_ckpt.errors import CorruptFileError, DistCkptError, NotFoundError
 from dist_ckpt.generations import VANISHED_ADVICE
-from dist_ckpt.history import FollowedHistory, LossEntry, read_samples
+from dist_ckpt.history import FollowedHistory, LossEntry, proven_steps, read_samples
 from dist_ckpt.report._story import attempts_of, last_until, marks_of, replays_of
 from dist_ckpt.runs import Run, Status, list_rows, read_status
 from dist_ckpt.wording import counted
@@ -134,7 +134,7 @@ def story_of(run: Run, status: Status, journal: list[dict[str, Any]]) -> dict[st
         "attempts": [attempt.to_json() for attempt in attempts],
         "marks": [mark.to_json() for mark in marks],
         "replays": replays_of(journal),
-        "generations": _try(problems, lambda: _generations(run)) or [],
+        "generations": _try(problems, lambda: _generations(run, journal)) or [],
         "samples": _try(problems, lambda: _samples(run)) or {"total": 0, "rows": []},
         "policy": _try(problems, lambda: _policy(run)),
         "problems": problems,
@@ -153,7 +153,7 @@ def _try(problems: list[str], read: Callable[[], Any]) -> Any:
         return None
 
 
-def _generations(run: Run) -> list[list[Any]]:
+def _generations(run: Run, journal: Iterable[Mapping[str, Any]]) -> list[list[Any]]:
     """Return the rows of `ls`, as arrays: a page may have thousands."""
     return [
         [
@@ -167,7 +167,7 @@ def _generations(run: Run) -> list[list[Any]]:
             row.proven,
             row.fault,
         ]
-        for row in list_rows(run.store, run.proven())
+        for row in list_rows(run.store, proven_steps(journal))
     ]
 
 

@@ -122,6 +122,7 @@ class _Pivoting:
                 if not done:
                     raise _displaced(self._run, standing)
                 return self._follow(done[0], facts)
+            request = standing  # it tells whether it was begun by now
             if done and liveness.is_locked:
                 pass  # whoever has the lock is about to remove the request
             elif liveness.is_locked:
@@ -148,12 +149,14 @@ class _Pivoting:
 
     def _request(self, facts: Mapping[str, Any]) -> PivotRequest:
         """Have the request, that of an earlier call where it wanted the same."""
-        found = read_request(self._run_dir)
-        if found is not None and found.wants(self._settings):
-            return found
-        if found is not None and found.begun is not None:
+        while (found := read_request(self._run_dir)) is not None:
+            if found.wants(self._settings):
+                return found
+            if found.begun is None:
+                break
             # The earlier one is half done, and what it set aside has to be in the journal.
-            self._carry_out(found, facts)
+            if self._carry_out(found, facts) is None:
+                self._wait("Another pivot is half done, and has not come to its end")
         request = new_request(self._settings)
         write_request(self._run_dir, request)
         return request
@@ -268,7 +271,7 @@ class _Pivoting:
 def _displaced(run: Run, standing: PivotRequest | None) -> JobError:
     what = "was withdrawn, or another was done instead" if standing is None else "was replaced"
     return JobError(
-        f"The request for this pivot {what} by another call. This one changed nothing.",
+        f"The request for this pivot {what} by another call.",
         next_step="`dist-ckpt show` tells the last pivot; pivot again if yours is to follow it.",
         path=str(run.path),
     )

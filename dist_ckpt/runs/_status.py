@@ -12,14 +12,7 @@ from dist_ckpt import storage
 from dist_ckpt.canonical import bin_size
 from dist_ckpt.errors import CorruptFileError, DistCkptError
 from dist_ckpt.generations import StoredGenerations, tell_vanished
-from dist_ckpt.history import (
-    FollowedHistory,
-    LossGap,
-    history_path,
-    read_gap,
-    replays_until,
-    run_name,
-)
+from dist_ckpt.history import FollowedHistory, LossGap, read_gap, replays_until
 from dist_ckpt.resume_point import INDEX_NAME, ResumePoint
 from dist_ckpt.runs._health import Failing, Status
 from dist_ckpt.runs._liveness import Evidence, Liveness, look_alive
@@ -54,7 +47,7 @@ def read_status(run: Run, history: FollowedHistory | None = None) -> Status:
     liveness = look_alive(store.run_dir, journal)
     marks = _newest_marks(journal)
     committed, damaged = _newest(store)
-    logged = _last_logged(run, history, marks, committed)
+    logged = _last_logged(history, marks, committed)
     replays = replays_until(journal)
     # In a replay the time is that of a step before the last one: it tells no speed.
     if logged and not replays and marks and logged[0] > marks[-1][0] and logged[1] > marks[-1][1]:
@@ -123,7 +116,7 @@ def _secs_per_step(marks: Sequence[_Mark]) -> float | None:
 
 
 def _last_logged(
-    run: Run, history: FollowedHistory, marks: Sequence[_Mark], committed: ResumePoint | None
+    history: FollowedHistory, marks: Sequence[_Mark], committed: ResumePoint | None
 ) -> _Mark | None:
     """Return when the last step was logged and which; from the checkpoints where no losses are.
 
@@ -134,10 +127,9 @@ def _last_logged(
     if step is not None and committed is not None and step == committed.step:
         return committed.time, committed.step
     if step is not None:
-        name = run_name(run.store.run_dir)
-        status = storage.lstat(history_path(run.store.run_dir, name, "loss"))
+        when = storage.lstat(history.loss_path).st_mtime
         if not marks or step >= marks[-1][1]:
-            return status.st_mtime, step
+            return when, step
     return marks[-1] if marks else None
 
 

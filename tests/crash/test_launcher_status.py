@@ -194,7 +194,7 @@ def test_a_port_that_is_in_use_is_told_as_such_and_no_matter_of_other_nodes(
             TCPStore("127.0.0.1", port, is_master=True)
     wrapped = RendezvousConnectionError("See inner exception for details.")
     wrapped.__cause__ = found.value
-    for error in (found.value, wrapped):  # as the static rendezvous raises it, and as c10d does
+    for error in (found.value, wrapped):  # as the static rendezvous raises it, and c10d as host
         assert fail(error, _Progress()) == 2
         told = capsys.readouterr().err
         assert told.startswith("dist-ckpt run: the rendezvous' port is in use here (The ")

@@ -28,6 +28,7 @@ from dist_ckpt.errors import (
 from dist_ckpt.history import History, bookmark_history, read_journal, read_samples
 from dist_ckpt.lifecycle import (
     REQUEST_FILE,
+    carry_out_pivot,
     new_request,
     read_request,
     remove_request,
@@ -191,6 +192,50 @@ def test_another_pivot_while_one_is_half_done_comes_after_it(stopped: Path, tmp_
     story = [(event["policy"], event["previous"]) for event in _events(run, "pivot")]
     assert story == [(first, OLD), (NEW, first)]
     assert read_request(run) is None
+
+
+def test_a_half_done_pivot_is_waited_for_while_somebody_else_has_the_lock(
+    stopped: Path, tmp_path: Path
+) -> None:
+    run = _copy(stopped, tmp_path)
+    first = {"floors": {"docs": 2.0}}
+    _killed_at(run, "rename", 3, first)
+    lock = RunLock(run / "run.lock")
+    lock.acquire({"host": os.uname().nodename})
+    try:
+        half = (run / REQUEST_FILE).read_bytes()
+        with pytest.raises((RankTimeoutError, LockedError)):
+            pivot_run(open_run(run), NEW, timeout_secs=0.3)
+        assert (run / REQUEST_FILE).read_bytes() == half
+    finally:
+        lock.release()
+    pivot_run(open_run(run), NEW)
+    assert [event["policy"] for event in _events(run, "pivot")] == [first, NEW]
+
+
+def test_a_pivot_that_another_process_has_begun_is_gone_on_with_from_there(
+    stopped: Path, tmp_path: Path
+) -> None:
+    run = _copy(stopped, tmp_path)
+    lock = RunLock(run / "run.lock")
+    lock.acquire({"host": os.uname().nodename})
+    try:
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(pivot_run, open_run(run), NEW, timeout_secs=60.0)
+            wait_for(run / REQUEST_FILE)
+            request = read_request(run)
+            assert request is not None
+            # As a worker does before it resumes, until its disk fails: the settings are new.
+            ops = FaultyOps(Fault("pwrite", path="*.journal.jsonl", error="EIO"))
+            with use_ops(ops), pytest.raises(OSError, match="journal"):
+                carry_out_pivot(run, "andrea", 2, request)
+            assert ops.struck == 1
+            assert json.loads((run / "andrea.policy.json").read_text()) == NEW
+            lock.release()
+            waiting.result(30)
+    finally:
+        lock.release()
+    _check(run, stopped)
 
 
 def test_a_rewind_that_was_cut_off_ends_before_the_pivot(tmp_path: Path) -> None:
