@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt.history._growing import GrowingFile
 from dist_ckpt.history._journal import parse_journal
-from dist_ckpt.history._loss_format import CanonicalIndex, parse_appended, scan_loss
+from dist_ckpt.history._loss_format import (
+    CanonicalIndex,
+    pair_columns,
+    parse_appended,
+    scan_loss,
+)
 from dist_ckpt.history._marks import void_losses
 from dist_ckpt.history._paths import history_path, run_name
 
@@ -48,8 +52,8 @@ class FollowedLosses:
 
     def entries(self, since: int = 0) -> list[LossEntry]:
         """Return the entries from a place of the file on, in its order."""
-        pairs = zip(self._steps[since : self._num], self._losses[since : self._num], strict=True)
-        return [(step, None if math.isnan(loss) else loss) for step, loss in pairs]
+        place = slice(since, self._num)
+        return list(pair_columns(self._steps[place], self._losses[place]))
 
 
 class FollowedHistory:

@@ -31,6 +31,7 @@ __all__ = [
     "canonical",
     "encode_entry",
     "loss_kind",
+    "pair_columns",
     "parse_appended",
     "parse_loss",
     "scan_loss",
@@ -115,7 +116,7 @@ def parse_loss(
             expected="]",
             found=repr(data[scan.end : scan.end + 40]),
         )
-    return list(_pairs(steps, losses))
+    return list(pair_columns(steps, losses))
 
 
 def parse_appended(data: bytes) -> tuple[array[int], array[float]] | None:
@@ -162,7 +163,7 @@ class CanonicalIndex:
         return len(self._steps)
 
     def __iter__(self) -> Iterator[LossEntry]:
-        return _pairs(self._steps, self._losses)
+        return pair_columns(self._steps, self._losses)
 
     @property
     def last_step(self) -> int | None:
@@ -193,7 +194,7 @@ class CanonicalIndex:
     def after(self, step: int) -> list[LossEntry]:
         """Return the entries of a step > ``step``."""
         first = bisect_right(self._steps, step)
-        return list(_pairs(self._steps[first:], self._losses[first:]))
+        return list(pair_columns(self._steps[first:], self._losses[first:]))
 
     def columns_up_to(self, step: int) -> tuple[array[int], array[float]]:
         """Return steps and losses, null as NaN, of the entries of a step <= ``step``."""
@@ -210,7 +211,8 @@ class CanonicalIndex:
         return self._steps[position], None if math.isnan(loss) else loss
 
 
-def _pairs(steps: array[int], losses: array[float]) -> Iterator[LossEntry]:
+def pair_columns(steps: array[int], losses: array[float]) -> Iterator[LossEntry]:
+    """Return the entries of two columns, NaN as None."""
     return (
         (step, None if math.isnan(loss) else loss) for step, loss in zip(steps, losses, strict=True)
     )

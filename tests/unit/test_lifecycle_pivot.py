@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import shlex
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,17 @@ def _copy(run: Path, folder: Path) -> Path:
     target = folder / "andrea"
     shutil.copytree(run, target)
     return target
+
+
+@contextlib.contextmanager
+def _locked(run: Path, host: str | None = None) -> Iterator[RunLock]:
+    """Somebody has the run's lock and answers nothing; it may be released before the end."""
+    lock = RunLock(run / "run.lock")
+    lock.acquire({"host": host or os.uname().nodename})
+    try:
+        yield lock
+    finally:
+        lock.release()
 
 
 def _events(run: Path, word: str) -> list[dict[str, Any]]:
@@ -200,15 +213,11 @@ def test_a_half_done_pivot_is_waited_for_while_somebody_else_has_the_lock(
     run = _copy(stopped, tmp_path)
     first = {"floors": {"docs": 2.0}}
     _killed_at(run, "rename", 3, first)
-    lock = RunLock(run / "run.lock")
-    lock.acquire({"host": os.uname().nodename})
-    try:
+    with _locked(run):
         half = (run / REQUEST_FILE).read_bytes()
         with pytest.raises((RankTimeoutError, LockedError)):
             pivot_run(open_run(run), NEW, timeout_secs=0.3)
         assert (run / REQUEST_FILE).read_bytes() == half
-    finally:
-        lock.release()
     pivot_run(open_run(run), NEW)
     assert [event["policy"] for event in _events(run, "pivot")] == [first, NEW]
 
@@ -217,24 +226,19 @@ def test_a_pivot_that_another_process_has_begun_is_gone_on_with_from_there(
     stopped: Path, tmp_path: Path
 ) -> None:
     run = _copy(stopped, tmp_path)
-    lock = RunLock(run / "run.lock")
-    lock.acquire({"host": os.uname().nodename})
-    try:
-        with ThreadPoolExecutor() as pool:
-            waiting = pool.submit(pivot_run, open_run(run), NEW, timeout_secs=60.0)
-            wait_for(run / REQUEST_FILE)
-            request = read_request(run)
-            assert request is not None
-            # As a worker does before it resumes, until its disk fails: the settings are new.
-            ops = FaultyOps(Fault("pwrite", path="*.journal.jsonl", error="EIO"))
-            with use_ops(ops), pytest.raises(OSError, match="journal"):
-                carry_out_pivot(run, "andrea", 2, request)
-            assert ops.struck == 1
-            assert json.loads((run / "andrea.policy.json").read_text()) == NEW
-            lock.release()
-            waiting.result(30)
-    finally:
+    with _locked(run) as lock, ThreadPoolExecutor() as pool:
+        waiting = pool.submit(pivot_run, open_run(run), NEW, timeout_secs=60.0)
+        wait_for(run / REQUEST_FILE)
+        request = read_request(run)
+        assert request is not None
+        # As a worker does before it resumes, until its disk fails: the settings are new.
+        ops = FaultyOps(Fault("pwrite", path="*.journal.jsonl", error="EIO"))
+        with use_ops(ops), pytest.raises(OSError, match="journal"):
+            carry_out_pivot(run, "andrea", 2, request)
+        assert ops.struck == 1
+        assert json.loads((run / "andrea.policy.json").read_text()) == NEW
         lock.release()
+        waiting.result(30)
     _check(run, stopped)
 
 
@@ -334,23 +338,17 @@ def test_a_pivot_whose_place_another_took_says_so_and_changes_nothing(
     stopped: Path, tmp_path: Path, wish: dict[str, Any] | None, what: str
 ) -> None:
     run = _copy(stopped, tmp_path)
-    lock = RunLock(run / "run.lock")
-    lock.acquire(
-        {"host": os.uname().nodename}
-    )  # as of somebody who trains, and comes to no boundary
-    try:
-        with ThreadPoolExecutor() as pool:
-            first = pool.submit(pivot_run, open_run(run), OLD, timeout_secs=60.0)
-            wait_for(run / REQUEST_FILE)
-            assert not first.done()
-            if wish is None:
-                remove_request(run)
-            else:
-                write_request(run, new_request(wish))
-            with pytest.raises(JobError, match=what):
-                first.result(30)
-    finally:
-        lock.release()
+    # As of somebody who trains, and comes to no boundary.
+    with _locked(run), ThreadPoolExecutor() as pool:
+        first = pool.submit(pivot_run, open_run(run), OLD, timeout_secs=60.0)
+        wait_for(run / REQUEST_FILE)
+        assert not first.done()
+        if wish is None:
+            remove_request(run)
+        else:
+            write_request(run, new_request(wish))
+        with pytest.raises(JobError, match=what):
+            first.result(30)
     assert _events(run, "pivot") == []
     standing = read_request(run)
     assert (standing and standing.policy) == wish
@@ -363,22 +361,13 @@ def test_a_locked_run_that_nobody_can_be_asked_of_is_waited_for_and_left_alone(
     stopped: Path, tmp_path: Path
 ) -> None:
     run = _copy(stopped, tmp_path)
-    lock = RunLock(run / "run.lock")
-    lock.acquire({"host": os.uname().nodename})
-    try:
-        with pytest.raises((RankTimeoutError, LockedError)):
-            pivot_run(open_run(run), NEW, timeout_secs=0.5)
-    finally:
-        lock.release()
+    with _locked(run), pytest.raises((RankTimeoutError, LockedError)):
+        pivot_run(open_run(run), NEW, timeout_secs=0.5)
     assert _events(run, "pivot") == []
     facts = json.loads((run / "run.json").read_text()) | {"host": "elsewhere"}
     (run / "run.json").write_text(json.dumps(facts), encoding="utf-8")
-    lock.acquire({"host": "elsewhere"})
-    try:
-        with pytest.raises(NotRunningError, match="another host"):
-            pivot_run(open_run(run), NEW)
-    finally:
-        lock.release()
+    with _locked(run, "elsewhere"), pytest.raises(NotRunningError, match="another host"):
+        pivot_run(open_run(run), NEW)
 
 
 def test_a_power_cut_at_any_instant_of_a_pivot_loses_nothing_and_it_is_done_again(
