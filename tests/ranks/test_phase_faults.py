@@ -73,7 +73,11 @@ def test_a_rank_that_raises_in_a_phase_of_a_save_fails_that_save_alone(
     # Each at its first time, one a save: what fails in its capture isn't staged, and so on. The
     # reports of a failed write are gathered, too.
     faults = [PhaseFault(phase, "raise", 1 + (phase == "gather")) for phase in phases]
-    options = _options(tmp_path, until=4 * len(phases) + 4, settings={"keep_last": None})
+    # Rank 0 waits for a report that is lost as long as the other then waits for it, at its next
+    # boundary: steps take a while, so that rank 0 has written, and begun to wait, before that.
+    options = _options(
+        tmp_path, until=4 * len(phases) + 4, step_secs=0.1, settings={"keep_last": None}
+    )
     job = train(options, ranks=2, phase_faults={rank: faults})
     assert job.struck_phases(rank) == phases
     errors = [event["error"].lower() for event in _events(options, "save_failed")]
